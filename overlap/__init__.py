@@ -1,0 +1,1 @@
+"""The distributed optimizer's collectives, hidden under compute."""

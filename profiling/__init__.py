@@ -1,0 +1,1 @@
+"""Recording, reading and judging profiles of overlapped MoE training."""
