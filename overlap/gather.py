@@ -101,11 +101,16 @@ class GatherSchedule:
             bucket.finish_gather()
             self._unready -= 1
 
+    def issue_all(self) -> None:
+        """Issue what is left, so that another collective may follow on the same groups: ranks
+        whose forwards skipped different modules have issued different numbers of gathers."""
+        self._issue_through(len(self.order) - 1)
+
     def finish(self) -> None:
         """Issue and wait for all that is left. A collective: every rank has to come here, or to
         run its forward, before any of them gets on."""
         if self._unready:
-            self._issue_through(len(self.order) - 1)
+            self.issue_all()
             for bucket in self.order:
                 self._wait(bucket)
 
