@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 
+from megamoe import MegaMoEExperts
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
-from tests.overlap_models import Experts, Model, batch, own_part
+from tests.overlap_models import Model, own_batch
 from tests.overlap_spies import log_forwards, spying
 from tests.ranks import Ranks
 
@@ -24,18 +24,18 @@ def steps(count: int, ep: int = 2, **config: Any) -> tuple[list[list[str]], str]
     model = Model(groups.ep)
     ddp = DistributedDataParallel(model, OverlapConfig(**config), groups)
     optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=1e-2)
-    tokens, targets = (own_part(t, dist.get_rank()) for t in batch(0, dist.get_world_size()))
+    tokens, targets = own_batch(0)
     logs = []
     with spying() as log:
         log_forwards(model, log)
 
-        def note_stages(experts: Experts, path: str) -> None:
+        def note_stages(experts: MegaMoEExperts, path: str) -> None:
             """Log the backward of the products: stage 2 runs before stage 1."""
             experts.fc2_weight.weight.register_hook(lambda g: log.append(f"dW2 {path}"))
             experts.fc1_weight.weight.register_hook(lambda g: log.append(f"dW1 {path}"))
 
         for path, module in model.named_modules():
-            if isinstance(module, Experts):
+            if isinstance(module, MegaMoEExperts):
                 note_stages(module, path)
         for _ in range(count):
             log.clear()
@@ -51,7 +51,7 @@ def steps(count: int, ep: int = 2, **config: Any) -> tuple[list[list[str]], str]
 def test_w2_is_gathered_from_the_pre_hook_of_w1(ranks: Ranks) -> None:
     for logs, _ in ranks.run(4, steps, 3):
         for log in logs[1:]:
-            for block in ("blocks.0.experts", "blocks.1.experts"):
+            for block in ("blocks.0.moe.experts", "blocks.1.moe.experts"):
                 issue = log.index(f"gather {block}.fc2_weight")
                 # In fc1's hook: w1 has been waited for, stage 1 has not begun.
                 assert log[issue - 1] == f"wait gather {block}.fc1_weight"
@@ -89,7 +89,7 @@ def test_dw2_is_reduced_before_stage_1_goes_backward_from_the_first_iteration_on
 ) -> None:
     for logs, _ in ranks.run(4, steps, 2):
         for log in logs:
-            for block in ("blocks.0.experts", "blocks.1.experts"):
+            for block in ("blocks.0.moe.experts", "blocks.1.moe.experts"):
                 issue = log.index(f"reduce {block}.fc2_weight")
                 assert log[issue - 1] == f"dW2 {block}"
                 assert issue < log.index(f"dW1 {block}")
@@ -99,17 +99,19 @@ def test_dw2_is_reduced_before_stage_1_goes_backward_from_the_first_iteration_on
 def test_twin_depth_0_gathers_w2_after_stage_1(ranks: Ranks) -> None:
     for logs, _ in ranks.run(2, steps, 2, ep=1, prefetch_depth=0):
         log = logs[1]
-        issue = log.index("gather blocks.0.experts.fc2_weight")
-        assert issue > log.index("enter blocks.0.experts.fc1_weight")
-        assert log[issue + 1] == "wait gather blocks.0.experts.fc2_weight"
+        issue = log.index("gather blocks.0.moe.experts.fc2_weight")
+        assert issue > log.index("enter blocks.0.moe.experts.fc1_weight")
+        assert log[issue + 1] == "wait gather blocks.0.moe.experts.fc2_weight"
 
 
 def test_twin_shared_bucket_moves_both_weights_at_once(ranks: Ranks) -> None:
-    shared = "blocks.0.experts.fc1_weight,blocks.0.experts.fc2_weight"
+    shared = "blocks.0.moe.experts.fc1_weight,blocks.0.moe.experts.fc2_weight"
     for logs, plan in ranks.run(2, steps, 2, ep=1, share_expert_buckets=True):
         log = logs[1]
-        assert log.index(f"wait gather {shared}") < log.index("enter blocks.0.experts.fc1_weight")
-        assert log.index(f"reduce {shared}") > log.index("dW1 blocks.0.experts")
+        assert log.index(f"wait gather {shared}") < log.index(
+            "enter blocks.0.moe.experts.fc1_weight"
+        )
+        assert log.index(f"reduce {shared}") > log.index("dW1 blocks.0.moe.experts")
         assert shared in plan
 
 
@@ -132,10 +134,10 @@ def test_serialised_waits_where_it_issues(ranks: Ranks) -> None:
             assert len(issues) >= 6
             assert all(log[i + 1] == f"wait {log[i]}" for i in issues)
         # The places are those of the overlapped run.
-        issue = logs[1].index("gather blocks.0.experts.fc2_weight")
-        assert logs[1][issue + 2] == "enter blocks.0.experts.fc1_weight"
-        issue = logs[1].index("reduce blocks.0.experts.fc2_weight")
-        assert issue < logs[1].index("dW1 blocks.0.experts")
+        issue = logs[1].index("gather blocks.0.moe.experts.fc2_weight")
+        assert logs[1][issue + 2] == "enter blocks.0.moe.experts.fc1_weight"
+        issue = logs[1].index("reduce blocks.0.moe.experts.fc2_weight")
+        assert issue < logs[1].index("dW1 blocks.0.moe.experts")
 
 
 def test_without_overlap_the_step_does_it_all(ranks: Ranks) -> None:
