@@ -87,6 +87,15 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    # A wrapped model is saved and loaded like the bare one, without a "module." in its names. This
+    # rank's experts only are in it: every expert-parallel rank saves its own.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
     # Construction
 
     def _check_same_model(self, specs: list[ParamSpec]) -> None:
