@@ -21,7 +21,7 @@ WRONG = [
     ({"moe_router_topk": 1}, "would not learn; set moe_router_pre_softmax"),
     ({"moe_router_score_function": "relu"}, r"'relu'; choose one of \['softmax', 'sigmoid'\]"),
     ({"moe_router_dtype": "bf16"}, r"choose one of \['fp32', 'fp64'\]"),
-    ({"moe_router_dtype": None}, "moe_router_dtype is None"),
+    ({"moe_router_dtype": None}, r"is None; choose one of \['fp32', 'fp64'\]"),
     ({"moe_router_force_load_balancing_type": "odd"}, r"choose one of \['even', 'uniform'\]"),
     ({"moe_router_num_groups": 4}, "set both or neither"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "8 does not divide by .* 3"),
