@@ -1,4 +1,4 @@
-"""What an event is: computing, communicating, copying. One table of names, one function per question.
+"""What an event is: computing, communicating, copying.
 
 On a device the profiler's category comes first and the kernel's name second. On a CPU an operator
 computes unless its name says that it only wraps or waits.
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Work(IntEnum):
-    """What a device or a thread does during an event. NONE is what only wraps, waits or launches."""
+    """What works during an event. NONE for what only wraps, waits or launches."""
 
     NONE = 0
     COMPUTE = 1
@@ -109,7 +109,7 @@ def classify(trace: Trace) -> npt.NDArray[np.int8]:
         return work
     operators = _by_name(trace, trace.of(Category.CPU_OP), is_compute_operator)
     gloo = gloo_ranges(trace)
-    own_threads = np.unique(trace.lane[gloo])
+    own_threads = np.setdiff1d(trace.lane[gloo], trace.lane[c10d_calls(trace)])
     work[operators[~np.isin(trace.lane[operators], own_threads)]] = Work.COMPUTE
     work[gloo] = Work.COMMUNICATION
     return work

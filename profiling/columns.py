@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profiling.decoding import Event, Scan
-from profiling.trace import Category, Details, Lane, Trace
+from profiling.trace import Category, Details, Group, Lane, Trace
 
 __all__ = ["Columns"]
 
@@ -97,12 +97,20 @@ class Columns:
         notes = [f"{count:,} events dropped: {reason}" for reason, count in sorted(dropped.items())]
         if not found.complete:
             notes.insert(0, "the file is cut off: read up to the cut")
+        start, end, name, category, lane, device, stream, correlation = columns
         return Trace(
-            path,
-            _whole(info.get("rank"), rank),
-            _whole(info.get("world_size"), world_size),
-            _groups(info),
-            *columns,
+            path=path,
+            rank=_whole(info.get("rank"), rank),
+            world_size=_whole(info.get("world_size"), world_size),
+            groups=_groups(info),
+            start=start,
+            end=end,
+            name=name,
+            category=category,
+            lane=lane,
+            device=device,
+            stream=stream,
+            correlation=correlation,
             names=tuple(self._names),
             lanes=tuple(Lane(*lane) for lane in self._lanes),
             thread_names={
@@ -123,13 +131,14 @@ def _whole(value: object, default: int | None) -> int | None:
         return default
 
 
-def _groups(info: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    groups = {}
+def _groups(info: dict[str, Any]) -> tuple[Group, ...]:
+    groups = []
     for entry in info.get("pg_config") or ():
         ranks = entry.get("ranks") if isinstance(entry, dict) else None
         if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
-            groups[str(entry.get("pg_name"))] = tuple(ranks)
-    return groups
+            name, description = str(entry.get("pg_name")), str(entry.get("pg_desc"))
+            groups.append(Group(name, description, tuple(ranks)))
+    return tuple(groups)
 
 
 def _details(event: Event) -> Details:
@@ -156,7 +165,7 @@ def _ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _sizes(dims: Any) -> list[int]:
-    """Return the elements of each tensor in "Input Dims": nested lists, the innermost are shapes."""
+    """Return how many elements each tensor of "Input Dims" has: the innermost lists are shapes."""
     if not isinstance(dims, list) or not dims:
         return []
     if all(isinstance(extent, int) for extent in dims):

@@ -76,7 +76,7 @@ _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 _KEY = r'\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|s|bp)"'
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=" + _KEY.encode() + rb")")
 _NEXT = re.compile(r"\}\s*,\s*(?=" + _KEY + r")")
-_SPACE = re.compile(r"[\s,]*")
+_SOLID = re.compile(r"[^\s,]")
 
 
 def scan(stream: BinaryIO, take: Callable[[list[Event]], None]) -> Scan:
@@ -146,11 +146,9 @@ def _metadata(head: bytes, tail: bytes) -> dict[str, Any]:
 def _cut(buffer: bytes) -> tuple[bytes, bytes]:
     """Split after the last whole event; without a boundary, nothing is before it."""
     for span in (1 << 16, len(buffer)):
-        last = None
-        for last in _BETWEEN.finditer(buffer, max(0, len(buffer) - span)):
-            pass
-        if last is not None:
-            return buffer[: last.start() + 1], buffer[last.end() :]
+        found = list(_BETWEEN.finditer(buffer, max(0, len(buffer) - span)))
+        if found:
+            return buffer[: found[-1].start() + 1], buffer[found[-1].end() :]
     return b"", buffer
 
 
@@ -171,8 +169,9 @@ def _decode_slowly(
     """
     text = piece.decode("utf-8", "replace")
     events: list[Event] = []
-    position = _SPACE.match(text).end()
-    while position < len(text):
+    position = 0
+    while start := _SOLID.search(text, position):
+        position = start.start()
         if text[position] == "]":
             return events, text[position:].encode(), True
         try:
@@ -192,7 +191,6 @@ def _decode_slowly(
                 events.append(event)
             else:
                 dropped[event] += 1
-        position = _SPACE.match(text, position).end()
     return events, b"", False
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Kind", "Range", "label", "name_modules", "parse", "span"]
+__all__ = ["Kind", "Range", "is_dense", "label", "name_modules", "parse", "span"]
 
 
 class Kind(str, Enum):
@@ -70,6 +70,11 @@ def parse(text: str) -> Range | None:
     match = _LABEL.match(text)
     kind = _KINDS.get(match["kind"]) if match else None
     return None if match is None or kind is None else Range(kind, match["name"] or "")
+
+
+def is_dense(name: str) -> bool:
+    """Return whether a collective's name is that of a bucket of dense parameters."""
+    return name.startswith("dense.")
 
 
 _NOTHING = nullcontext()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Category", "Details", "Lane", "Profile", "Trace"]
+__all__ = ["Category", "Details", "Group", "Lane", "Profile", "Trace"]
 
 
 class Category(IntEnum):
@@ -40,6 +40,14 @@ class Lane(NamedTuple):
     tid: int | str
 
 
+class Group(NamedTuple):
+    """A process group that the trace's rank is in."""
+
+    name: str
+    description: str  # "" where its maker gave none
+    ranks: tuple[int, ...]
+
+
 class Details(NamedTuple):
     """What a collective's event says about itself; None where it does not."""
 
@@ -57,7 +65,7 @@ class Trace:
     Attributes:
         path: The file it came from.
         rank, world_size: None where neither the file nor its name says.
-        groups: The process groups this rank is in: name -> ranks.
+        groups: The process groups that this rank is in.
         start, end: int64 [n], nanoseconds; half-open.
         name: int32 [n], index into ``names``.
         category: int8 [n], a `Category`.
@@ -73,7 +81,7 @@ class Trace:
     path: str
     rank: int | None
     world_size: int | None
-    groups: dict[str, tuple[int, ...]]
+    groups: tuple[Group, ...]
     start: npt.NDArray[np.int64]
     end: npt.NDArray[np.int64]
     name: npt.NDArray[np.int32]
