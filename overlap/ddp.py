@@ -24,6 +24,7 @@ from overlap.layout import BucketLayout, ParamSpec, digest, plan_buckets
 from overlap.plan import BucketPlan, Plan
 from overlap.reduce import ReduceSchedule
 from overlap.streams import Streams
+from overlap.waiting import WaitClock
 from profiling import ranges
 
 __all__ = ["DistributedDataParallel"]
@@ -64,6 +65,7 @@ class DistributedDataParallel(nn.Module):
         self.device = next(iter(trainable.values())).device
         specs = _specs(module, trainable)
         self._check_same_model(specs)
+        self._clock = WaitClock(self.device, enabled=self.config.measure_waits)
         self.buckets = self._make_buckets(specs, trainable)
         self._equalise()
         streams = Streams(self.device)
@@ -95,6 +97,15 @@ class DistributedDataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)
+
+    def take_waited_ms(self) -> float:
+        """Return how many milliseconds this rank's compute stood still for the engine's
+        collectives since the last call (on a GPU the host waits for the figure).
+
+        Raises:
+            RuntimeError: OverlapConfig.measure_waits is off.
+        """
+        return self._clock.take_ms()
 
     # Construction
 
@@ -135,6 +146,7 @@ class DistributedDataParallel(nn.Module):
                 bucket_grads,
                 self.groups.edp if layout.expert else self.groups.dp,
                 Streams(self.device),
+                self._clock,
                 reduce_dtype=config.reduce_dtype or config.grad_dtype,
                 scale=1 / dp_size if config.grad_reduction == "average" else 1.0,
             )
