@@ -132,7 +132,12 @@ def train(args: argparse.Namespace) -> None:
     groups = ProcessGroups.build(expert_parallel_size=args.ep)
     torch.manual_seed(args.seed)
     model = Transformer(args, groups.ep).to(device=device, dtype=DTYPES[args.dtype])
-    config = OverlapConfig(serialize=args.serialize, measure_waits=True)
+    config = OverlapConfig(
+        serialize=args.serialize,
+        prefetch_depth=args.prefetch_depth,
+        share_expert_buckets=args.share_expert_buckets,
+        measure_waits=True,
+    )
     ddp = DistributedDataParallel(model, config, groups)
     optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=args.lr)
     if rank == 0 and args.plan:
@@ -211,6 +216,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     running.add_argument("--ep", type=int, default=2, help="expert-parallel size")
     running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     running.add_argument("--serialize", action="store_true", help="every collective synchronous")
+    running.add_argument(
+        "--prefetch-depth", type=int, default=1, help="buckets gathered ahead; 0 is too late"
+    )
+    running.add_argument(
+        "--share-expert-buckets", action="store_true", help="one bucket a layer: nothing can hide"
+    )
     running.add_argument("--plan", action="store_true", help="print buckets and schedule first")
     running.add_argument("--profile", metavar="DIR", type=Path, help="record each rank's profile")
     running.add_argument("--warmup", type=int, default=2, help="steps before recording")
@@ -235,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     if "RANK" in os.environ:
         run_rank(int(os.environ["RANK"]), args)
         return 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its notices would cut into the progress
     # glibc gives large tensors back to the system and faults them in again at every use.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**25))
