@@ -54,6 +54,8 @@ class Found:
         device: Where; `CPU` without a device.
         group: Ranks that took part, or None where the trace does not say.
         group_size: How many; None likewise.
+        resumed: When the issuing thread went on to something else; None on a device, where nothing
+            can start before its launch has ended.
         doubt: Why ``busy`` is not known; empty where it is, or where the recording ended first.
     """
 
@@ -61,6 +63,7 @@ class Found:
     device: int = CPU
     group: tuple[int, ...] | None = None
     group_size: int | None = None
+    resumed: int | None = None
     doubt: str = ""
 
 
@@ -121,7 +124,7 @@ def attribute(trace: Trace) -> Attribution:
         found = [_moved(trace, work, _launched(launches, issue)) for issue in issues]
         busy = [_computed(trace, work, _launched(launches, run)) for run in runs]
     else:
-        found = _ran(trace, issues, waits)
+        found = _ran(trace, issues, waits, _resumed(trace, work, issues, spans))
         busy = [_worked(run, spans) for run in runs]
     return Attribution(
         trace,
@@ -203,7 +206,27 @@ def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
     return subtract(np.array([[run.start, run.end]], np.int64), waited)
 
 
-def _ran(trace: Trace, issues: list[Span], waits: list[Span | None]) -> list[Found]:
+def _resumed(
+    trace: Trace, work: npt.NDArray[np.int8], issues: list[Span], spans: tuple[Span, ...]
+) -> list[int]:
+    """Return for each issue when its thread next computed or entered a range of ours."""
+    computes = np.flatnonzero(work == Work.COMPUTE)
+    starts: dict[int, npt.NDArray[np.int64]] = {}
+    for lane in {issue.lane for issue in issues}:
+        entered = [span.start for span in spans if span.lane == lane]
+        computed = trace.start[computes[trace.lane[computes] == lane]]
+        starts[lane] = np.sort(np.append(computed, np.array(entered, np.int64)))
+    resumed = []
+    for issue in issues:
+        later = starts[issue.lane]
+        index = int(np.searchsorted(later, issue.end))
+        resumed.append(int(later[index]) if index < len(later) else issue.end)
+    return resumed
+
+
+def _ran(
+    trace: Trace, issues: list[Span], waits: list[Span | None], resumed: list[int]
+) -> list[Found]:
     """Return for each issue the gloo range that carried it out."""
     calls: list[gloo.Call] = []
     owners: list[int | None] = []
@@ -236,7 +259,7 @@ def _ran(trace: Trace, issues: list[Span], waits: list[Span | None]) -> list[Fou
             continue
         run = runs[result.run]
         busy = np.array([[run.start, run.end]], np.int64)
-        found[owner] = Found(busy, group_size=_group_size(call.sizes))
+        found[owner] = Found(busy, group_size=_group_size(call.sizes), resumed=resumed[owner])
     return found
 
 

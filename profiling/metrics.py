@@ -1,8 +1,8 @@
 """The figures of one collective: hidden, exposed, wait.
 
 All are taken over the *transfer*: without the time spent waiting for late ranks (see `peers`), and
-on a CPU without what ran before the issuing call returned. There a woken gloo thread often takes
-the caller's core at once; a device has nothing like it, since its kernel starts after its launch.
+on a CPU without what ran before the issuing thread went on to something else. There a woken gloo
+thread often takes the caller's core at once, in the middle of the issuing call.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from profiling.peers import Transfers
 from profiling.ranges import Kind
 from profiling.spans import Span
 
-__all__ = ["IN_CALL", "LATE_PEER", "Occurrence", "exposed_communication", "measure"]
+__all__ = ["AT_ISSUE", "LATE_PEER", "Occurrence", "exposed_communication", "measure"]
 
 AT_ONCE = 50_000  # ns; compute that starts this soon after a collective had waited for it
 
 # Why an occurrence says nothing about the schedule.
-IN_CALL = "over before the call that issued it had returned"
+AT_ISSUE = "over before the thread that issued it went on"
 LATE_PEER = "the stage was over before the last rank joined"
 
 
@@ -65,16 +65,18 @@ def measure(
     found = collective.found
     assert len(found.busy), "measure() of a collective that was not found"
     transfer, peers = transfers.of(rank.trace.rank, collective)
-    waiting = subtract(found.busy, transfer)
-    if found.device == CPU:
-        transfer = subtract(transfer, _window(collective.issue))
+    since, until = int(found.busy[0, 0]), int(transfer[0, 0])
+    late = total(transfer) < total(found.busy)
+    if found.resumed is not None:
+        transfer = subtract(transfer, _window(collective.issue.start, found.resumed))
+        since = min(since, found.resumed)  # calls queue behind earlier ones that wait for a rank
     compute = rank.compute.get(found.device, EMPTY)
     at_work = rank.stage_busy.get(stage, EMPTY)
     hidden = total(intersect(transfer, at_work))
     aside = ""
     if not len(transfer):
-        aside = IN_CALL
-    elif not hidden and len(intersect(waiting, at_work)):
+        aside = AT_ISSUE
+    elif late and not hidden and len(intersect(_window(since, until), at_work)):
         aside = LATE_PEER
     return Occurrence(
         rank=rank.trace.rank,
@@ -128,9 +130,11 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
 
 def _during(span: Span, work: dict[int, Intervals]) -> list[tuple[int, Intervals]]:
     """Return the part of ``work`` inside ``span``, for the devices that have any."""
-    parts = [(device, intersect(when, _window(span))) for device, when in work.items()]
+    parts = [
+        (device, intersect(when, _window(span.start, span.end))) for device, when in work.items()
+    ]
     return [(device, when) for device, when in parts if len(when)]
 
 
-def _window(span: Span) -> Intervals:
-    return np.array([[span.start, span.end]], np.int64)
+def _window(start: int, end: int) -> Intervals:
+    return np.array([[start, end]], np.int64) if start < end else EMPTY
