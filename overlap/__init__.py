@@ -1,1 +1,36 @@
 """The distributed optimizer's collectives, hidden under compute."""
+
+from overlap.config import OverlapConfig
+from overlap.ddp import DistributedDataParallel
+from overlap.errors import (
+    CheckpointMismatchError,
+    CollectiveError,
+    GradientOrderError,
+    ModelMismatchError,
+    NonFiniteGradientError,
+    OverlapError,
+    StaleParameterError,
+    UnusedParameterError,
+    WrapError,
+)
+from overlap.groups import ProcessGroups
+from overlap.optimizer import DistributedOptimizer
+from overlap.plan import BucketPlan, Plan
+
+__all__ = [
+    "BucketPlan",
+    "CheckpointMismatchError",
+    "CollectiveError",
+    "DistributedDataParallel",
+    "DistributedOptimizer",
+    "GradientOrderError",
+    "ModelMismatchError",
+    "NonFiniteGradientError",
+    "OverlapConfig",
+    "OverlapError",
+    "Plan",
+    "ProcessGroups",
+    "StaleParameterError",
+    "UnusedParameterError",
+    "WrapError",
+]

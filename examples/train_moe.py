@@ -1,0 +1,235 @@
+"""Train a small mixture-of-experts transformer on mock data, with its collectives hidden.
+
+    python examples/train_moe.py --ranks 4 --ep 2 --steps 20            # spawns its own ranks (CPU)
+    torchrun --nproc-per-node 8 examples/train_moe.py --ep 4 --device cuda
+    python examples/train_moe.py --profile out/split    # then: moe-trace check out/split
+
+`--fused` trains the unsplit twin: the same parameters and the same arithmetic, but each layer takes
+both expert weights at one call site, so that neither collective can hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import profiling
+from megamoe import MegaMoEConfig, MegaMoELayer
+from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention, [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, hidden))
+
+
+class Block(nn.Module):
+    """Attention and a MoE layer, each behind a norm and around a residual."""
+
+    def __init__(
+        self, config: MegaMoEConfig, heads: int, ep_group: dist.ProcessGroup, fused: bool
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size)
+        self.attention = Attention(config.hidden_size, heads)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size)
+        self.mlp = MegaMoELayer(config, ep_group, fused=fused)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x))
+        y, aux_loss = self.mlp(self.mlp_norm(x))
+        return x + y, aux_loss
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model; forward returns its training loss, a scalar."""
+
+    def __init__(self, args: argparse.Namespace, ep_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        config = MegaMoEConfig(
+            hidden_size=args.hidden,
+            moe_ffn_hidden_size=args.ffn,
+            num_moe_experts=args.experts,
+            moe_router_topk=args.topk,
+            moe_aux_loss_coeff=args.aux_loss_coeff,
+        )
+        self.embedding = nn.Embedding(args.vocab, args.hidden)
+        self.position = nn.Embedding(args.sequence, args.hidden)
+        self.layers = nn.ModuleList(
+            Block(config, args.heads, ep_group, args.fused) for _ in range(args.layers)
+        )
+        self.norm = nn.RMSNorm(args.hidden)
+        self.head = nn.Linear(args.hidden, args.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.position(positions)
+        aux_losses = x.new_zeros((), dtype=torch.float32)
+        for layer in self.layers:
+            x, aux_loss = layer(x)
+            aux_losses = aux_losses + aux_loss
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) + aux_losses
+
+
+def mock_batches(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield [B, S + 1] int64 token sequences that follow a rule a model can learn.
+
+    Each token is an affine function of the one before it; one token in eight is noise.
+    """
+    generator = torch.Generator().manual_seed(args.seed * 1000 + rank)
+    shape = (args.micro_batch, args.sequence + 1)
+    while True:
+        tokens = torch.randint(args.vocab, shape, generator=generator)
+        noisy = torch.rand(shape, generator=generator) < 0.125
+        for i in range(1, shape[1]):
+            follow = (tokens[:, i - 1] * 5 + 7) % args.vocab
+            tokens[:, i] = torch.where(noisy[:, i], tokens[:, i], follow)
+        yield tokens.to(device)
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train on this rank; the default process group exists."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    groups = ProcessGroups.build(expert_parallel_size=args.ep)
+    torch.manual_seed(args.seed)
+    model = Transformer(args, groups.ep).to(device=device, dtype=DTYPES[args.dtype])
+    ddp = DistributedDataParallel(model, OverlapConfig(serialize=args.serialize), groups)
+    optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=args.lr)
+    if rank == 0 and args.plan:
+        print(ddp.plan(), flush=True)
+
+    batches = mock_batches(args, rank, device)
+    recording = nullcontext()
+    if args.profile:
+        active = max(1, args.steps - args.warmup)
+        recording = profiling.record(args.profile, wait=0, warmup=args.warmup, active=active)
+    with recording as recorder:
+        for step in range(1, args.steps + 1):
+            start = time.perf_counter()
+            loss = train_step(ddp, optimizer, batches, args)
+            if recorder is not None:
+                recorder.step()
+            seconds = time.perf_counter() - start
+            if rank == 0:
+                tokens = args.microbatches * args.micro_batch * args.sequence * world_size
+                print(
+                    f"step {step:>3}/{args.steps}  loss {loss:7.4f}"
+                    f"  {tokens / seconds:9.0f} tokens/s  {seconds * 1e3:7.1f} ms",
+                    flush=True,
+                )
+
+
+def train_step(
+    ddp: DistributedDataParallel,
+    optimizer: DistributedOptimizer,
+    batches: Iterator[Tensor],
+    args: argparse.Namespace,
+) -> float:
+    """One optimizer step over ``args.microbatches``; returns the mean loss over ranks."""
+    total = torch.zeros(())
+    for index in range(args.microbatches):
+        last = index == args.microbatches - 1
+        with nullcontext() if last else ddp.no_sync():
+            tokens = next(batches)
+            loss = ddp(tokens[:, :-1], tokens[:, 1:]) / args.microbatches
+            loss.backward()
+            total += loss.detach().cpu()
+    optimizer.clip_grad_norm(args.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument("--layers", type=int, default=2)
+    model.add_argument("--hidden", type=int, default=256)
+    model.add_argument("--ffn", type=int, default=1024, help="hidden size of one expert")
+    model.add_argument("--experts", type=int, default=8, help="over all ranks")
+    model.add_argument("--topk", type=int, default=2)
+    model.add_argument("--heads", type=int, default=4)
+    model.add_argument("--vocab", type=int, default=256)
+    model.add_argument("--aux-loss-coeff", type=float, default=0.01)
+    model.add_argument("--fused", action="store_true", help="the unsplit twin: nothing can hide")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, default=20)
+    training.add_argument("--sequence", type=int, default=256, help="tokens of one sequence")
+    training.add_argument("--micro-batch", type=int, default=4, help="sequences per rank")
+    training.add_argument("--microbatches", type=int, default=1, help="per optimizer step")
+    training.add_argument("--lr", type=float, default=1e-3)
+    training.add_argument("--clip", type=float, default=1.0, help="bound of the gradient norm")
+    training.add_argument("--dtype", choices=DTYPES, default="bf16")
+    training.add_argument("--seed", type=int, default=1)
+    running = parser.add_argument_group("running")
+    running.add_argument("--ranks", type=int, default=4, help="ranks to spawn without torchrun")
+    running.add_argument("--ep", type=int, default=2, help="expert-parallel size")
+    running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    running.add_argument("--serialize", action="store_true", help="every collective synchronous")
+    running.add_argument("--plan", action="store_true", help="print buckets and schedule first")
+    running.add_argument("--profile", metavar="DIR", type=Path, help="record each rank's profile")
+    running.add_argument("--warmup", type=int, default=2, help="steps before recording")
+    return parser.parse_args(argv)
+
+
+def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
+    """Entry of a rank that this script spawned."""
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    init = f"file://{store}"
+    dist.init_process_group(backend, init_method=init, rank=rank, world_size=args.ranks)
+    try:
+        train(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        train(args)
+        dist.destroy_process_group()
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        torch.multiprocessing.spawn(run_rank, (args, store), nprocs=args.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

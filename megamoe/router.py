@@ -1,0 +1,119 @@
+"""The router: which experts each token goes to, with which weights, and the balancing loss.
+
+Everything from the logits on is computed in the router's dtype (fp32 or fp64), whatever the model
+trains in: logits that tie only after rounding to bf16 must not decide who gets a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.config import MegaMoEConfig
+from megamoe.weight import init_normal_
+
+__all__ = ["MegaMoERouter"]
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class MegaMoERouter(nn.Module):
+    """Top-k routing with sigmoid or softmax scores, as the configuration says.
+
+    forward(x [T, H]) returns (topk_idx [T, K] int64, topk_weights [T, K], aux_loss []), weights
+    and loss in the router's dtype.
+
+    Raises the errors of `MegaMoEConfig.require_supported`.
+    """
+
+    def __init__(
+        self,
+        config: MegaMoEConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        config.require_supported()
+        self.config = config
+        self.weight = nn.Parameter(
+            torch.empty(config.num_moe_experts, config.hidden_size, dtype=dtype, device=device)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, init_method_std^2) with torch's default CPU generator."""
+        init_normal_(self.weight.data, self.config.init_method_std)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        dtype = _DTYPES[config.moe_router_dtype]
+        with torch.autocast(x.device.type, enabled=False):
+            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+            forced = (
+                config.moe_router_force_load_balancing_type
+                if config.moe_router_force_load_balancing
+                else None
+            )
+            if forced == "uniform":
+                # The value is random, the gradient is the logits': the router stays in the graph.
+                logits = torch.rand_like(logits) + (logits - logits.detach())
+            topk_idx, topk_weights = self._select(logits)
+            if forced == "even":
+                slots = torch.arange(topk_idx.numel(), device=x.device).view_as(topk_idx)
+                topk_idx = slots % config.num_moe_experts
+            return topk_idx, topk_weights, self._aux_loss(logits)
+
+    def _select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        config, k = self.config, self.config.moe_router_topk
+        if config.moe_router_score_function == "sigmoid":
+            scores, topk_idx = self._topk(torch.sigmoid(logits))
+            weights = scores / (scores.sum(-1, keepdim=True) + 1e-20) if k > 1 else scores
+        elif config.moe_router_pre_softmax:
+            weights, topk_idx = self._topk(torch.softmax(logits, dim=-1))
+        else:
+            chosen, topk_idx = self._topk(logits)
+            weights = torch.softmax(chosen, dim=-1)
+        if config.moe_router_topk_scaling_factor is not None:
+            weights = weights * config.moe_router_topk_scaling_factor
+        return topk_idx, weights
+
+    def _topk(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the K best (scores, ids) of each token, from its best groups if grouped."""
+        config, k = self.config, self.config.moe_router_topk
+        groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
+        if groups is not None and group_topk is not None:
+            # A group's score is the sum of its best K / group_topk scores.
+            grouped = scores.detach().unflatten(1, (groups, -1))
+            group_scores = grouped.topk(k // group_topk, dim=-1).values.sum(-1)
+            best = group_scores.topk(group_topk, dim=-1).indices
+            outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+            outside = outside[:, :, None].expand_as(grouped).flatten(1)
+            scores = scores.masked_fill(outside, float("-inf"))
+        values, indices = scores.topk(k, dim=-1)
+        return values, indices
+
+    def _aux_loss(self, logits: Tensor) -> Tensor:
+        """coeff * E / (K T^2) * sum over experts of (sum over tokens of score) * tokens.
+
+        The scores are normalised over all experts, the tokens counted on the plain top-k of the
+        scores (no groups, no forced ids): it measures what the router would do by itself.
+        """
+        config = self.config
+        coeff = config.moe_aux_loss_coeff
+        if coeff == 0 or config.moe_router_load_balancing_type == "none":
+            return logits.new_zeros(())
+        if config.moe_router_score_function == "sigmoid":
+            scores = torch.sigmoid(logits)
+            scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        else:
+            scores = torch.softmax(logits, dim=-1)
+        tokens, experts = scores.shape
+        ids = scores.detach().topk(config.moe_router_topk, dim=-1).indices
+        counts = torch.bincount(ids.reshape(-1), minlength=experts).to(scores.dtype)
+        scale = coeff * experts / (config.moe_router_topk * max(tokens, 1) ** 2)
+        return scale * (scores.sum(0) * counts).sum()
+
+    def extra_repr(self) -> str:
+        experts, hidden = self.weight.shape
+        return f"experts={experts}, hidden={hidden}, topk={self.config.moe_router_topk}"

@@ -1,0 +1,263 @@
+"""A bucket at run time: its tensors, its two states and what it has in flight.
+
+A bucket's parameters and its gradients each go round a small cycle, once per optimizer step:
+
+    parameters   READY -> STALE       the optimizer has written this rank's shard
+                 STALE -> GATHERING   the all-gather has been issued
+                 GATHERING -> READY   and waited for: every element is this step's
+    gradients    ACCUMULATING -> REDUCING   the reduce-scatter has been issued
+                 REDUCING -> REDUCED        and waited for: the shard holds the reduced gradient
+                 REDUCED -> ACCUMULATING    the gradients were dropped (zero_grad)
+
+When to move is decided by the schedules (gather.py, reduce.py); a bucket only refuses moves that
+are not in its tables. In a group of one the cycles are the same and no collective is issued.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from overlap import collectives
+from overlap.buffer import member_view
+from overlap.collectives import InFlight
+from overlap.errors import GradientOrderError, OverlapError
+from overlap.layout import BucketLayout, Member
+from overlap.streams import Streams
+from profiling import ranges
+from profiling.ranges import Kind
+
+__all__ = ["Bucket", "GradState", "ParamState", "Slot"]
+
+
+class ParamState(Enum):
+    READY = "ready"
+    STALE = "stale"
+    GATHERING = "gathering"
+
+
+class GradState(Enum):
+    ACCUMULATING = "accumulating"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+PARAM_MOVES = {
+    ParamState.READY: ParamState.STALE,
+    ParamState.STALE: ParamState.GATHERING,
+    ParamState.GATHERING: ParamState.READY,
+}
+GRAD_MOVES = {
+    GradState.ACCUMULATING: GradState.REDUCING,
+    GradState.REDUCING: GradState.REDUCED,
+    GradState.REDUCED: GradState.ACCUMULATING,
+}
+
+
+class Slot:
+    """A parameter and its place in a bucket.
+
+    Attributes:
+        address: Where the parameter lies; it may not move while it is in the bucket.
+        grad: View of the bucket's gradients in the parameter's shape, in the gradient dtype.
+        arrived: ``grad`` holds a gradient; until then its content means nothing.
+        reported: The gradient of the last microbatch has arrived too.
+        forward: Number of the last iteration in which the forward of a module that owns the
+            parameter has run (-1: none).
+    """
+
+    __slots__ = ("address", "arrived", "bucket", "forward", "grad", "member", "param", "reported")
+
+    def __init__(self, param: nn.Parameter, member: Member, bucket: Bucket) -> None:
+        self.param = param
+        self.member = member
+        self.bucket = bucket
+        self.address = member_view(bucket.params, member).data_ptr()
+        self.grad = member_view(bucket.grads, member)
+        self.arrived = False
+        self.reported = False
+        self.forward = -1
+
+    @property
+    def name(self) -> str:
+        return self.member.spec.name
+
+    def accumulate(self, grad: Tensor) -> None:
+        """Add ``grad``; the first one after a reset overwrites."""
+        if self.arrived:
+            self.grad.add_(grad)
+        else:
+            self.grad.copy_(grad)
+            self.arrived = True
+
+
+class Bucket:
+    """Parameters that move together.
+
+    Attributes:
+        params: [layout.numel], the model's parameters are views of it.
+        grads: [layout.numel] in the gradient dtype; once reduced, only the shard means anything.
+        param_shard, grad_shard: This rank's part of both, [layout.shard_numel].
+        missing: Members whose gradient of the last microbatch is still to come.
+        scale: What reduced gradients are multiplied by.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Tensor,
+        grads: Tensor,
+        group: dist.ProcessGroup,
+        streams: Streams,
+        *,
+        reduce_dtype: torch.dtype,
+        scale: float,
+    ) -> None:
+        self.layout = layout
+        self.params = params
+        self.grads = grads
+        self.group = group
+        self.rank = dist.get_rank(group)
+        own = layout.shard(self.rank)
+        self.param_shard = params[own]
+        self.grad_shard = grads[own]
+        self.scale = scale
+        self.slots: tuple[Slot, ...] = ()
+        self.missing = 0
+        self.param_state = ParamState.READY
+        self.grad_state = GradState.ACCUMULATING
+        self._reduce_dtype = reduce_dtype
+        self._streams = streams
+        self._stepped = self.ready = streams.mark()
+        self._grad_stream: Any = streams.current()
+        self._gather: InFlight | None = None
+        self._reduce: InFlight | None = None
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def attach(self, params: list[nn.Parameter]) -> None:
+        """Take the model's parameters in, one per member: from here on they live in the bucket."""
+        self.slots = tuple(
+            Slot(param, member, self)
+            for param, member in zip(params, self.layout.members, strict=True)
+        )
+        self.missing = len(self.slots)
+        for slot in self.slots:
+            view = member_view(self.params, slot.member)
+            view.copy_(slot.param.detach())
+            slot.param.data = view
+
+    # Parameters
+
+    def stepped(self) -> None:
+        """The optimizer has written this rank's shard on the current stream."""
+        self._move_params(ParamState.STALE)
+        self._stepped = self._streams.mark()
+
+    def issue_gather(self) -> None:
+        """Start the all-gather of the shards."""
+        self._move_params(ParamState.GATHERING)
+        if self.layout.group_size == 1:
+            return
+        with ranges.span(Kind.PARAM_GATHER, self.name):
+            self._streams.after(self._stepped)
+            self._gather = collectives.all_gather(
+                self.params, self.param_shard, self.group, f"the all-gather of bucket {self.name}"
+            )
+
+    def finish_gather(self) -> None:
+        """Order the current stream after the all-gather; nothing where it is done."""
+        if self.param_state is ParamState.READY:
+            return
+        if self._gather is not None:
+            with ranges.span(Kind.PARAM_WAIT, self.name):
+                self._gather.wait()
+            self._gather = None
+        self._move_params(ParamState.READY)
+        self.ready = self._streams.mark()
+        # A graph that saved these weights before this moment saw torn ones (or is older than the
+        # step): let its backward fail, as after any other in-place update.
+        torch.autograd.graph.increment_version([slot.param for slot in self.slots])
+
+    def _move_params(self, to: ParamState) -> None:
+        if self._streams.capturing():
+            raise OverlapError(
+                f"bucket {self.name} must go from {self.param_state.value} to {to.value} inside a "
+                "graph capture, where the all-gather would be recorded without its other half: "
+                "call ddp.finish_param_sync() before the capture"
+            )
+        assert PARAM_MOVES[self.param_state] is to, (self.name, self.param_state, to)
+        self.param_state = to
+
+    # Gradients
+
+    def accumulate(self, slot: Slot, grad: Tensor) -> None:
+        """Add a gradient of ``slot``.
+
+        Raises:
+            GradientOrderError: The bucket has been reduced already.
+        """
+        if self.grad_state is not GradState.ACCUMULATING:
+            raise GradientOrderError(
+                f"a gradient of {slot.name} arrived after its bucket {self.name} was reduced. "
+                "Call zero_grad() once per iteration, run every backward but the last under "
+                "ddp.no_sync(), and use non-reentrant activation checkpointing for a weight that "
+                "is used in several checkpointed segments"
+            )
+        stream = self._streams.current()
+        if stream != self._grad_stream:
+            stream.wait_stream(self._grad_stream)
+            self._grad_stream = stream
+        slot.accumulate(grad)
+
+    def issue_reduce(self) -> None:
+        """Start the reduce-scatter of the gradients, those without a gradient as zeros."""
+        self._move_grads(GradState.REDUCING)
+        for slot in self.slots:
+            if not slot.arrived:
+                slot.grad.zero_()
+        if self.layout.group_size == 1:
+            return
+        with ranges.span(Kind.GRAD_REDUCE, self.name):
+            stream = self._streams.current()
+            if stream != self._grad_stream:
+                stream.wait_stream(self._grad_stream)
+            source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
+            shard = source[self.layout.shard(self.rank)]
+            self._reduce = collectives.reduce_scatter(
+                shard, source, self.group, f"the reduce-scatter of bucket {self.name}"
+            )
+
+    def finish_reduce(self) -> None:
+        """Order the current stream after the reduce-scatter; the shard then holds its result."""
+        if self.grad_state is not GradState.REDUCING:
+            return
+        if self._reduce is not None:
+            with ranges.span(Kind.GRAD_WAIT, self.name):
+                self._reduce.wait()
+            shard = self._reduce.tensors[0]
+            if shard.dtype != self.grad_shard.dtype:
+                self.grad_shard.copy_(shard)
+            self._reduce = None
+        if self.scale != 1.0:
+            self.grad_shard.mul_(self.scale)
+        self._move_grads(GradState.REDUCED)
+
+    def reset_grads(self) -> None:
+        """Drop the gradients."""
+        if self.grad_state is GradState.REDUCED:
+            self._move_grads(GradState.ACCUMULATING)
+        assert self.grad_state is GradState.ACCUMULATING, (self.name, self.grad_state)
+        self.missing = len(self.slots)
+        for slot in self.slots:
+            slot.arrived = slot.reported = False
+
+    def _move_grads(self, to: GradState) -> None:
+        assert GRAD_MOVES[self.grad_state] is to, (self.name, self.grad_state, to)
+        self.grad_state = to

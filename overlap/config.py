@@ -1,0 +1,73 @@
+"""What a user may choose about the overlap, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["OverlapConfig"]
+
+_REDUCIBLE = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapConfig:
+    """How parameters are gathered and gradients reduced.
+
+    None of these changes what is computed, except for `grad_dtype`, `reduce_dtype`,
+    `grad_reduction` and `unused_parameters="zero"`.
+    """
+
+    overlap_param_gather: bool = True
+    """Gather from the forward pre-hooks; otherwise the optimizer's step gathers everything."""
+
+    overlap_grad_reduce: bool = True
+    """Reduce from the gradient hooks; otherwise all is reduced when the gradients are needed."""
+
+    serialize: bool = False
+    """Wait for every collective where it is issued: the baseline of "effective" overlap."""
+
+    prefetch_depth: int = 1
+    """How many buckets ahead of the one in use are gathered. 0 gathers each bucket in its own
+    pre-hook, which hides nothing."""
+
+    bucket_bytes: int = 64 * 2**20
+    """Dense parameters are packed into buckets of about this many bytes of parameters."""
+
+    share_expert_buckets: bool = False
+    """Put the expert weights of one layer into one bucket, so that nothing can hide. It exists
+    to show that a check notices."""
+
+    grad_dtype: torch.dtype = torch.float32
+    """Gradients accumulate in this dtype."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Gradients travel in this dtype; None is `grad_dtype`."""
+
+    grad_reduction: Literal["average", "sum"] = "average"
+    """Average divides by the data-parallel size, for expert parameters too: an expert sees the
+    tokens of all data-parallel ranks whatever the expert-parallel size."""
+
+    unused_parameters: Literal["error", "zero"] = "error"
+    """What a trainable parameter without a gradient means: an error that names it, or zero."""
+
+    check_for_nan: bool = False
+    """Look for NaN and infinity in the reduced gradients (one small all-reduce and one wait of
+    the host per step) and name the parameters that hold them."""
+
+    def __post_init__(self) -> None:
+        if self.prefetch_depth < 0:
+            raise ValueError(f"prefetch_depth must be 0 or more, got {self.prefetch_depth}")
+        if self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        for name, dtype in (("grad_dtype", self.grad_dtype), ("reduce_dtype", self.reduce_dtype)):
+            if dtype not in (*_REDUCIBLE, None):
+                raise ValueError(f"{name} must be torch.float32 or torch.bfloat16, got {dtype}")
+        for name, value, choices in (
+            ("grad_reduction", self.grad_reduction, ("average", "sum")),
+            ("unused_parameters", self.unused_parameters, ("error", "zero")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {value!r}")

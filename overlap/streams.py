@@ -1,0 +1,44 @@
+"""The order between streams, for one device.
+
+`torch.cpu` answers the same calls as `torch.cuda` with a single stream that needs no ordering, so
+one code path serves both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Mark", "Streams"]
+
+
+class Mark(NamedTuple):
+    """A point in the work of one stream."""
+
+    stream: Any
+    event: Any
+
+
+class Streams:
+    """The streams of ``device``, seen from the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        module = torch.get_device_module(device)
+        self.current = module.current_stream
+        self._capturing = getattr(module, "is_current_stream_capturing", None)
+
+    def mark(self) -> Mark:
+        """Remember what the current stream has been given so far."""
+        stream = self.current()
+        return Mark(stream, stream.record_event())
+
+    def after(self, mark: Mark) -> None:
+        """Order the current stream after ``mark``."""
+        stream = self.current()
+        if stream != mark.stream:
+            stream.wait_event(mark.event)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return self._capturing is not None and self._capturing()
