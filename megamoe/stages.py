@@ -60,7 +60,7 @@ def mega_moe_stage1(
     checks.check_group(w1, group, num_experts)
     checks.check_routing(x, topk_idx, topk_weights)
     checks.check_w1(x, w1)
-    checks.check_ids(topk_idx, w1, group)
+    implementation.check_stage1(x, topk_idx, w1, group)
     l1_out, dispatch_weights, *handle = Stage1.apply(
         x, topk_idx, topk_weights, w1, checks.spread(group), name, implementation
     )
@@ -132,7 +132,7 @@ def fused_mega_moe(
     checks.check_routing(x, topk_idx, topk_weights)
     checks.check_w1(x, w1)
     checks.check_fused_w2(w1, w2)
-    checks.check_ids(topk_idx, w1, group)
+    implementation.check_stage1(x, topk_idx, w1, group)
     return FusedStages.apply(
         x, topk_idx, topk_weights, w1, w2, clamp, checks.spread(group), name, implementation
     )

@@ -19,7 +19,10 @@ __all__ = ["BACKENDS", "Backend", "Group", "get_backend"]
 
 Group = dist.ProcessGroup | None
 
-BACKENDS = {"reference": "megamoe.backends.reference"}
+BACKENDS = {
+    "reference": "megamoe.backends.reference",
+    "triton": "megamoe.backends.triton",
+}
 
 
 class Backend(Protocol):
@@ -28,6 +31,9 @@ class Backend(Protocol):
     ``group`` is None where the experts live on one rank. The ``needs`` flags are those of
     autograd: what is not needed is returned as None, and ranks of a group agree on them.
     """
+
+    def check_stage1(self, x: Tensor, topk_idx: Tensor, w1: Tensor, group: Group) -> None:
+        """Raise a MegaMoEError for what this backend cannot take, an id out of range included."""
 
     def stage1_forward(
         self,

@@ -42,9 +42,9 @@ def _swiglu(
 
 @triton.jit
 def _swiglu_backward(
-    grad_act_ptr, l1_ptr, row_weight_ptr, row_token_ptr,
-    grad_l1_ptr, weighted_act_ptr, grad_weight_ptr, rows_used_ptr, clamp,
-    WIDTH, num_rows, CLAMP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    grad_act_ptr, l1_ptr, row_weight_ptr, row_token_ptr, grad_l1_ptr, grad_weight_ptr,
+    rows_used_ptr, clamp, WIDTH, num_rows,
+    CLAMP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = (row < num_rows) & (row < tl.load(rows_used_ptr))
@@ -60,7 +60,8 @@ def _swiglu_backward(
         at = row64 * (2 * WIDTH) + col
         gate = tl.load(l1_ptr + at, mask=read, other=0.0).to(tl.float32)
         up = tl.load(l1_ptr + at + WIDTH, mask=read, other=0.0).to(tl.float32)
-        grad = tl.load(grad_act_ptr + row64 * WIDTH + col, mask=read, other=0.0).to(tl.float32)
+        act_ptrs = grad_act_ptr + row64 * WIDTH + col
+        grad = tl.load(act_ptrs, mask=read, other=0.0).to(tl.float32)
         # The clamp passes a gradient where it changed nothing, both bounds included.
         raw_gate, raw_up = gate, up
         gate, up = _clamped(gate, up, clamp, CLAMP)
@@ -76,7 +77,7 @@ def _swiglu_backward(
         tl.store(grad_l1_ptr + at, grad_gate.to(dtype), mask=mask)
         tl.store(grad_l1_ptr + at + WIDTH, grad_up.to(dtype), mask=mask)
         weighted = tl.where(held, weight * act, 0.0).to(dtype)
-        tl.store(weighted_act_ptr + row64 * WIDTH + col, weighted, mask=mask)
+        tl.store(act_ptrs, weighted, mask=mask)
     tl.store(grad_weight_ptr + row, total, mask=row < num_rows)
 
 
@@ -87,6 +88,8 @@ def swiglu(l1: torch.Tensor, starts: torch.Tensor, clamp: float | None = None) -
     """
     num_rows, width = l1.shape[0], l1.shape[1] // 2
     act = l1.new_empty(num_rows, width)
+    if not num_rows:
+        return act
     cols = min(512, triton.next_power_of_2(width))
     rows = max(1, 4096 // cols)
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(width, cols))
@@ -95,22 +98,26 @@ def swiglu(l1: torch.Tensor, starts: torch.Tensor, clamp: float | None = None) -
 
 
 def swiglu_backward(
-    grad_act: torch.Tensor,  # [P, I] dy @ W2, before the routing weight
+    grad_act: torch.Tensor,  # [P, I] dy @ W2, before the routing weight; overwritten
     l1: torch.Tensor,  # [P, 2I]
     row_weight: torch.Tensor,  # [P] fp32
     row_token: torch.Tensor,  # [P] int32, -1 in padding
     starts: torch.Tensor,  # [g + 1] int32
     clamp: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (grad of l1 [P, 2I], routing weight * act [P, I], grad of row_weight [P] fp32)."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (grad of l1 [P, 2I], grad of row_weight [P] fp32).
+
+    ``grad_act`` is left holding routing weight * act, which the gradient of the second weight needs.
+    """
     num_rows, width = grad_act.shape
     grad_l1 = torch.empty_like(l1)
-    weighted_act = torch.empty_like(grad_act)
     grad_weight = torch.empty_like(row_weight)
+    if not num_rows:
+        return grad_l1, grad_weight
     cols = min(1024, triton.next_power_of_2(width))
     rows = max(1, 4096 // cols)
     _swiglu_backward[(triton.cdiv(num_rows, rows),)](
-        grad_act, l1, row_weight, row_token, grad_l1, weighted_act, grad_weight, starts[-1:],
+        grad_act, l1, row_weight, row_token, grad_l1, grad_weight, starts[-1:],
         clamp or 0.0, width, num_rows, CLAMP=clamp is not None, ROWS=rows, COLS=cols,
     )  # fmt: skip
-    return grad_l1, weighted_act, grad_weight
+    return grad_l1, grad_weight

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .peers import row_pointer
+from megamoe.backends.triton.peers import row_pointer
 
 __all__ = ["combine", "slot_values"]
 
@@ -55,6 +55,8 @@ def combine(
     tokens, top_k = slot_row.shape
     width = rows.shape[1]
     out = rows.new_empty(tokens, width)
+    if not tokens:
+        return out
     cols = min(1024, triton.next_power_of_2(width))
     _combine[(tokens, triton.cdiv(width, cols))](
         rows, slot_row, rows if slot_weight is None else slot_weight, out, width, rows.stride(0),
@@ -66,6 +68,8 @@ def combine(
 def slot_values(values: torch.Tensor, slot_row: torch.Tensor) -> torch.Tensor:
     """Return [T, K] fp32: each slot's entry of ``values`` [P], 0 where the slot is dropped."""
     out = torch.empty(slot_row.shape, dtype=torch.float32, device=values.device)
+    if not slot_row.numel():
+        return out
     _slot_values[(triton.cdiv(slot_row.numel(), 1024),)](
         values, slot_row, out, slot_row.numel(), BLOCK=1024
     )

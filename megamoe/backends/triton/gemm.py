@@ -11,30 +11,17 @@ token comes through pointers (Hopper's TMA cannot gather), with the row map read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .peers import row_pointer
-from .tables import ROW_ALIGN, RoutingTables
+from megamoe.backends.triton.peers import row_pointer
+from megamoe.backends.triton.schedule import Grid
+from megamoe.backends.triton.tables import ROW_ALIGN, RoutingTables
+from megamoe.backends.triton.tuning import TileConfig
 
-__all__ = ["GemmConfig", "rows_by_weight", "weight_grad"]
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """How one product is cut; the default is what a large Hopper product wants."""
-
-    block_m: int = 128  # divides ROW_ALIGN where rows are the M dimension
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8  # row tiles that share a pass over the columns
-    warps: int = 8
-    stages: int = 4
-    schedule: int = 1  # 0: static stride, 1: atomic counter, 2: static, flattened loop
+__all__ = ["rows_by_weight", "weight_grad"]
 
 
 @triton.jit
@@ -90,32 +77,28 @@ def _rows_by_weight(
     N, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
-    SCHEDULE: tl.constexpr, PROGRAMS: tl.constexpr,
+    DYNAMIC: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """c[row] = a[row, or its token] @ b[expert of row]: [N, K] if TRANSPOSED, else [K, N]."""
     m_tiles = tl.load(rows_used_ptr) // BLOCK_M
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = m_tiles * n_tiles
-    if SCHEDULE == 2:
-        for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
-            _rows_tile(
-                tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
-                a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
-            )  # fmt: skip
-    else:
-        tile = tl.program_id(0)
-        if SCHEDULE == 1:
-            tile = tl.atomic_add(next_tile_ptr, 1)
+    if DYNAMIC:
+        tile = tl.atomic_add(next_tile_ptr, 1)
         while tile < tiles:
-            if SCHEDULE == 1:
-                following = tl.atomic_add(next_tile_ptr, 1)
-            else:
-                following = tile + PROGRAMS
+            following = tl.atomic_add(next_tile_ptr, 1)
             _rows_tile(
                 tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
                 a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
             )  # fmt: skip
             tile = following
+    else:
+        # Flattened: the loads of a tile start while the one before it is being stored.
+        for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+            _rows_tile(
+                tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
+                a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -130,7 +113,7 @@ def _gathered(base, token, stride, index, limit, EVEN: tl.constexpr):
 def _weight_tile(
     tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N, gather_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    GATHER_A: tl.constexpr, EVEN: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     expert = tile // (m_tiles * n_tiles)
@@ -141,21 +124,17 @@ def _weight_tile(
     count = tl.load(counts_ptr + expert)
     within = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if GATHER_A or GATHER_B:
-        # Carried from step to step, so that the row loads do not wait for their own map.
-        token = tl.load(row_token_ptr + start + within, mask=within < count, other=-1)
+    # Carried from step to step, so that the row loads do not wait for their own map.
+    token = tl.load(row_token_ptr + start + within, mask=within < count, other=-1)
     for first in tl.range(0, count, BLOCK_K):
         if GATHER_A:
-            a_tile = _gathered(a, token, gather_stride, m_index, M, EVEN_M)
+            a_tile = _gathered(a, token, gather_stride, m_index, M, EVEN)
+            b_tile = b.load([start + first, n * BLOCK_N])
         else:
             a_tile = a.load([start + first, m * BLOCK_M])
-        if GATHER_B:
-            b_tile = _gathered(b, token, gather_stride, n_index, N, EVEN_N)
-        else:
-            b_tile = b.load([start + first, n * BLOCK_N])
-        if GATHER_A or GATHER_B:
-            later = first + BLOCK_K + within
-            token = tl.load(row_token_ptr + start + later, mask=later < count, other=-1)
+            b_tile = _gathered(b, token, gather_stride, n_index, N, EVEN)
+        later = first + BLOCK_K + within
+        token = tl.load(row_token_ptr + start + later, mask=later < count, other=-1)
         acc = tl.dot(a_tile.T, b_tile, acc)
     left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     if ACCUMULATE:
@@ -177,8 +156,8 @@ def _weight_grad(
     a, b, c, row_token_ptr, counts_ptr, starts_ptr, next_tile_ptr,
     EXPERTS, M, N, gather_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
-    ACCUMULATE: tl.constexpr, SCHEDULE: tl.constexpr, PROGRAMS: tl.constexpr,
+    GATHER_A: tl.constexpr, EVEN: tl.constexpr,
+    ACCUMULATE: tl.constexpr, DYNAMIC: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """c[e] (+)= a[rows of e].T @ b[rows of e], [M, N]; a or b may be gathered by token.
 
@@ -188,28 +167,22 @@ def _weight_grad(
     m_tiles = tl.cdiv(M, BLOCK_M)
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = EXPERTS * m_tiles * n_tiles
-    if SCHEDULE == 2:
+    if DYNAMIC:
+        tile = tl.atomic_add(next_tile_ptr, 1)
+        while tile < tiles:
+            following = tl.atomic_add(next_tile_ptr, 1)
+            _weight_tile(
+                tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N,
+                gather_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER_A, EVEN, ACCUMULATE,
+            )  # fmt: skip
+            tile = following
+    else:
+        # Flattened: the loads of a tile start while the one before it is being stored.
         for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
             _weight_tile(
                 tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N,
-                gather_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER_A, GATHER_B, EVEN_M,
-                EVEN_N, ACCUMULATE,
+                gather_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER_A, EVEN, ACCUMULATE,
             )  # fmt: skip
-    else:
-        tile = tl.program_id(0)
-        if SCHEDULE == 1:
-            tile = tl.atomic_add(next_tile_ptr, 1)
-        while tile < tiles:
-            if SCHEDULE == 1:
-                following = tl.atomic_add(next_tile_ptr, 1)
-            else:
-                following = tile + PROGRAMS
-            _weight_tile(
-                tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N,
-                gather_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER_A, GATHER_B, EVEN_M,
-                EVEN_N, ACCUMULATE,
-            )  # fmt: skip
-            tile = following
 
 
 @triton.jit
@@ -225,64 +198,74 @@ def rows_by_weight(
     *,
     gather: bool,
     transposed: bool,
-    config: GemmConfig,
-    programs: int,
+    config: TileConfig,
+    grid: Grid,
 ) -> torch.Tensor:
-    """Return [P, N]: every row times its expert's weight. Padding rows of a gathered ``a`` give 0."""
+    """Return [P, N]: every row times its expert's weight. Padding rows of a gathered ``a`` give 0.
+
+    All operands are dense with 16-byte rows; products accumulate in fp32 and round once.
+    """
     rows = tables.row_token.shape[0]
-    experts = weight.shape[0]
-    n, k = (weight.shape[1], weight.shape[2]) if transposed else (weight.shape[2], weight.shape[1])
+    experts, n, k = weight.shape
+    if not transposed:
+        n, k = k, n
     out = a.new_empty(rows, n)
     if not rows:
         return out
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     b_block = [1, block_n, block_k] if transposed else [1, block_k, block_n]
-    _rows_by_weight[(programs,)](
-        a if gather else TensorDescriptor(a, [rows, k], [k, 1], [block_m, block_k]),
-        TensorDescriptor(
-            weight, list(weight.shape), [weight.shape[1] * weight.shape[2], weight.shape[2], 1], b_block
-        ),
-        TensorDescriptor(out, [rows, n], [n, 1], [block_m, block_n // 2]),
-        tables.row_token, tables.tile_expert, tables.starts[-1:],
-        torch.zeros(1, dtype=torch.int32, device=a.device), n, k, k,
+    _rows_by_weight[(grid.programs,)](
+        a if gather else TensorDescriptor.from_tensor(a, [block_m, block_k]),
+        TensorDescriptor.from_tensor(weight, b_block),
+        TensorDescriptor.from_tensor(out, [block_m, block_n // 2]),
+        tables.row_token, tables.tile_expert, tables.starts[-1:], _counter(grid, a), n, k, k,
         ALIGN=ROW_ALIGN, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-        GATHER=gather, TRANSPOSED=transposed, EVEN_K=k % block_k == 0, SCHEDULE=config.schedule,
-        PROGRAMS=programs, num_warps=config.warps, num_stages=config.stages,
+        GATHER=gather, TRANSPOSED=transposed, EVEN_K=k % block_k == 0,
+        DYNAMIC=grid.dynamic, PROGRAMS=0 if grid.dynamic else grid.programs,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
 
 
 def weight_grad(
-    a: torch.Tensor,  # [T, M] gathered by token, or [P, M]
-    b: torch.Tensor,  # [T, N] gathered by token, or [P, N]
+    a: torch.Tensor,  # [T, M] if gather_a, else [P, M]
+    b: torch.Tensor,  # [P, N] if gather_a, else [T, N]
     tables: RoutingTables,
     *,
     gather_a: bool,
-    gather_b: bool,
-    config: GemmConfig,
-    programs: int,
-    out: torch.Tensor | None = None,  # [g, M, N]: added to, in its own dtype
+    config: TileConfig,
+    grid: Grid,
+    add_to: torch.Tensor | None = None,  # [g, M, N]
 ) -> torch.Tensor:
-    """Return [g, M, N]: the sum over each expert's rows of a[row] outer b[row]; 0 without rows."""
+    """Return [g, M, N]: the sum over each expert's rows of a[row] outer b[row]; 0 without rows.
+
+    One operand is gathered by token, the other is expert-major with zeros in its padding rows. With
+    ``add_to`` the fp32 sum is added there, in that tensor's dtype, and no other result is written.
+    """
     experts, m, n = tables.counts.shape[0], a.shape[1], b.shape[1]
-    rows = tables.row_token.shape[0]
-    accumulate = out is not None
-    if out is None:
-        if not rows:
-            return a.new_zeros(experts, m, n)
-        out = a.new_empty(experts, m, n)
-    if not rows:
-        return out
+    if not tables.row_token.shape[0]:
+        return a.new_zeros(experts, m, n) if add_to is None else add_to
+    out = a.new_empty(experts, m, n) if add_to is None else add_to
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    _weight_grad[(programs,)](
-        a if gather_a else TensorDescriptor(a, [rows, m], [m, 1], [block_k, block_m]),
-        b if gather_b else TensorDescriptor(b, [rows, n], [n, 1], [block_k, block_n]),
-        out if accumulate else TensorDescriptor(out, [experts, m, n], [m * n, n, 1], [1, block_m, block_n // 2]),
-        tables.row_token, tables.counts, tables.starts,
-        torch.zeros(1, dtype=torch.int32, device=a.device), experts, m, n, m if gather_a else n,
+    if add_to is None:
+        target = TensorDescriptor.from_tensor(out, [1, block_m, block_n // 2])
+    else:
+        target = out
+    _weight_grad[(grid.programs,)](
+        a if gather_a else TensorDescriptor.from_tensor(a, [block_k, block_m]),
+        TensorDescriptor.from_tensor(b, [block_k, block_n]) if gather_a else b,
+        target, tables.row_token, tables.counts, tables.starts, _counter(grid, a),
+        experts, m, n, m if gather_a else n,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-        GATHER_A=gather_a, GATHER_B=gather_b, EVEN_M=m % block_m == 0, EVEN_N=n % block_n == 0,
-        ACCUMULATE=accumulate, SCHEDULE=config.schedule, PROGRAMS=programs,
+        GATHER_A=gather_a, EVEN=(m % block_m if gather_a else n % block_n) == 0,
+        ACCUMULATE=add_to is not None,
+        DYNAMIC=grid.dynamic, PROGRAMS=0 if grid.dynamic else grid.programs,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
+
+
+def _counter(grid: Grid, like: torch.Tensor) -> torch.Tensor:
+    """Return the tile counter of one launch; a static grid does not read it."""
+    make = torch.zeros if grid.dynamic else torch.empty
+    return make(1, dtype=torch.int32, device=like.device)

@@ -43,7 +43,7 @@ def max_rows(slots: int, experts: int) -> int:
 
     Each expert with a token wastes at most ``ROW_ALIGN - 1`` rows, and at most ``slots`` have one.
     """
-    worst = slots + min(slots, experts) * (ROW_ALIGN - 1)
+    worst = slots + torch.sym_min(slots, experts) * (ROW_ALIGN - 1)  # sizes may be symbolic
     return worst // ROW_ALIGN * ROW_ALIGN
 
 
