@@ -90,8 +90,8 @@ def swiglu(l1: torch.Tensor, starts: torch.Tensor, clamp: float | None = None) -
     act = l1.new_empty(num_rows, width)
     if not num_rows:
         return act
-    cols = min(512, triton.next_power_of_2(width))
-    rows = max(1, 4096 // cols)
+    cols = min(2048, triton.next_power_of_2(width))
+    rows = max(1, 2048 // cols)
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(width, cols))
     _swiglu[grid](l1, act, starts[-1:], clamp or 0.0, width, num_rows, CLAMP=clamp is not None, ROWS=rows, COLS=cols)
     return act
@@ -115,7 +115,7 @@ def swiglu_backward(
     if not num_rows:
         return grad_l1, grad_weight
     cols = min(1024, triton.next_power_of_2(width))
-    rows = max(1, 4096 // cols)
+    rows = max(1, 2048 // cols)
     _swiglu_backward[(triton.cdiv(num_rows, rows),)](
         grad_act, l1, row_weight, row_token, grad_l1, grad_weight, starts[-1:],
         clamp or 0.0, width, num_rows, CLAMP=clamp is not None, ROWS=rows, COLS=cols,

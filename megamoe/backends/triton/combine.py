@@ -1,6 +1,7 @@
-"""From expert rows back to tokens: a gather-and-sum through the routing table.
+"""Between tokens and expert rows: the gather to rows, and the gather-and-sum back.
 
-Each token sums its own rows in the order of its slots, in fp32: no atomics, so the same bits in
+Where a product can gather its own operand it does; dW1 cannot at full speed (measured), so x is
+gathered for it here, and dropped with the call. On the way back each token sums its own rows in the order of its slots, in fp32: no atomics, so the same bits in
 every run, and every row is read once.
 """
 
@@ -12,7 +13,20 @@ import triton.language as tl
 
 from megamoe.backends.triton.peers import row_pointer
 
-__all__ = ["combine", "slot_values"]
+__all__ = ["combine", "gather_rows", "slot_values"]
+
+
+@triton.jit
+def _gather_rows(
+    tokens_ptr, row_token_ptr, rows_used_ptr, out_ptr, WIDTH, token_stride, COLS: tl.constexpr
+):
+    row = tl.program_id(0)
+    if row < tl.load(rows_used_ptr):
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        token = tl.load(row_token_ptr + row)
+        source = row_pointer(tokens_ptr, token, token_stride) + col
+        value = tl.load(source, mask=(token >= 0) & (col < WIDTH), other=0.0)
+        tl.store(out_ptr + row.to(tl.int64) * WIDTH + col, value, mask=col < WIDTH)
 
 
 @triton.jit
@@ -46,6 +60,23 @@ def _slot_values(values_ptr, slot_row_ptr, out_ptr, num_slots, BLOCK: tl.constex
     tl.store(out_ptr + slot, tl.load(values_ptr + row, mask=row >= 0, other=0.0), mask=inside)
 
 
+def gather_rows(
+    tokens: torch.Tensor,  # [T, H]
+    row_token: torch.Tensor,  # [P] int32, -1 in padding
+    starts: torch.Tensor,  # [g + 1] int32
+) -> torch.Tensor:
+    """Return [P, H]: the token of each row, zeros in padding; rows past the last run unwritten."""
+    num_rows, width = row_token.shape[0], tokens.shape[1]
+    out = tokens.new_empty(num_rows, width)
+    if not num_rows:
+        return out
+    cols = min(2048, triton.next_power_of_2(width))
+    _gather_rows[(num_rows, triton.cdiv(width, cols))](
+        tokens, row_token, starts[-1:], out, width, tokens.stride(0), COLS=cols
+    )
+    return out
+
+
 def combine(
     rows: torch.Tensor,  # [P, H]
     slot_row: torch.Tensor,  # [T, K] int32, -1 where dropped
@@ -57,7 +88,7 @@ def combine(
     out = rows.new_empty(tokens, width)
     if not tokens:
         return out
-    cols = min(1024, triton.next_power_of_2(width))
+    cols = min(2048, triton.next_power_of_2(width))
     _combine[(tokens, triton.cdiv(width, cols))](
         rows, slot_row, rows if slot_weight is None else slot_weight, out, width, rows.stride(0),
         TOP_K=top_k, WEIGHTED=slot_weight is not None, COLS=cols,

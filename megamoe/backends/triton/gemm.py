@@ -35,6 +35,18 @@ def _tile_order(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _batch(index, tiles):
+    """Return [first, last) of the tiles that one draw takes: four, or one near the end.
+
+    Between two batches the pipeline drains; single tiles at the end keep the finish even.
+    """
+    fours = tiles * 3 // 16
+    drawn_singly = index >= fours
+    first = tl.where(drawn_singly, 3 * fours + index, 4 * index)
+    return first, tl.minimum(first + tl.where(drawn_singly, 1, 4), tiles)
+
+
+@triton.jit
 def _rows_tile(
     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -73,7 +85,7 @@ def _rows_tile(
 
 @triton.jit
 def _rows_by_weight(
-    a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_tile_ptr,
+    a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_batch_ptr,
     N, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -83,112 +95,101 @@ def _rows_by_weight(
     m_tiles = tl.load(rows_used_ptr) // BLOCK_M
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = m_tiles * n_tiles
+    # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
-        tile = tl.atomic_add(next_tile_ptr, 1)
-        while tile < tiles:
-            following = tl.atomic_add(next_tile_ptr, 1)
-            _rows_tile(
-                tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
-                a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
-            )  # fmt: skip
-            tile = following
+        batch = tl.atomic_add(next_batch_ptr, 1)
+        first, last = _batch(batch, tiles)
+        while first < tiles:
+            batch = tl.atomic_add(next_batch_ptr, 1)
+            for tile in tl.range(first, last, flatten=True):
+                _rows_tile(
+                    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
+                    a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
+                )  # fmt: skip
+            first, last = _batch(batch, tiles)
     else:
-        # Flattened: the loads of a tile start while the one before it is being stored.
         for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
             _rows_tile(
                 tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
                 a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
             )  # fmt: skip
-
-
-@triton.jit
-def _gathered(base, token, stride, index, limit, EVEN: tl.constexpr):
-    mask = (token >= 0)[:, None]
-    if not EVEN:
-        mask = mask & (index < limit)[None, :]
-    return tl.load(row_pointer(base, token, stride)[:, None] + index[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _weight_tile(
-    tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N, gather_stride,
+    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, M,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    GATHER_A: tl.constexpr, EVEN: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    GATHER: tl.constexpr, EVEN_M: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     expert = tile // (m_tiles * n_tiles)
     m, n = _tile_order(tile - expert * (m_tiles * n_tiles), m_tiles, n_tiles, GROUP_M)
     m_index = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n_index = n * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.load(starts_ptr + expert)
     count = tl.load(counts_ptr + expert)
     within = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # Carried from step to step, so that the row loads do not wait for their own map.
-    token = tl.load(row_token_ptr + start + within, mask=within < count, other=-1)
+    if GATHER:
+        # Carried from step to step, so that the row loads do not wait for their own map.
+        token = tl.load(row_token_ptr + start + within, mask=within < count, other=-1)
     for first in tl.range(0, count, BLOCK_K):
-        if GATHER_A:
-            a_tile = _gathered(a, token, gather_stride, m_index, M, EVEN)
-            b_tile = b.load([start + first, n * BLOCK_N])
+        if GATHER:
+            mask = (token >= 0)[:, None]
+            if not EVEN_M:
+                mask = mask & (m_index < M)[None, :]
+            a_ptrs = row_pointer(a, token, M)[:, None] + m_index[None, :]
+            a_tile = tl.load(a_ptrs, mask=mask, other=0.0)
+            later = first + BLOCK_K + within
+            token = tl.load(row_token_ptr + start + later, mask=later < count, other=-1)
         else:
             a_tile = a.load([start + first, m * BLOCK_M])
-            b_tile = _gathered(b, token, gather_stride, n_index, N, EVEN)
-        later = first + BLOCK_K + within
-        token = tl.load(row_token_ptr + start + later, mask=later < count, other=-1)
-        acc = tl.dot(a_tile.T, b_tile, acc)
+        acc = tl.dot(a_tile.T, b_desc.load([start + first, n * BLOCK_N]), acc)
     left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+    left = left.to(c_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2)
+    right = right.to(c_desc.dtype).reshape(1, BLOCK_M, BLOCK_N // 2)
+    row = m * BLOCK_M
+    col = n * BLOCK_N
     if ACCUMULATE:
-        out = c + expert.to(tl.int64) * M * N + m_index.to(tl.int64)[:, None] * N
-        col = n * BLOCK_N + tl.arange(0, BLOCK_N // 2)[None, :]
-        _add(out + col, left, (m_index < M)[:, None] & (col < N))
-        col += BLOCK_N // 2
-        _add(out + col, right, (m_index < M)[:, None] & (col < N))
+        # One addition per element and launch, done by the L2: the same bits in every run.
+        c_desc.atomic_add([expert, row, col], left)
+        c_desc.atomic_add([expert, row, col + BLOCK_N // 2], right)
     else:
-        col = n * BLOCK_N
-        left = left.to(c.dtype).reshape(1, BLOCK_M, BLOCK_N // 2)
-        right = right.to(c.dtype).reshape(1, BLOCK_M, BLOCK_N // 2)
-        c.store([expert, m * BLOCK_M, col], left)
-        c.store([expert, m * BLOCK_M, col + BLOCK_N // 2], right)
+        c_desc.store([expert, row, col], left)
+        c_desc.store([expert, row, col + BLOCK_N // 2], right)
 
 
 @triton.jit
 def _weight_grad(
-    a, b, c, row_token_ptr, counts_ptr, starts_ptr, next_tile_ptr,
-    EXPERTS, M, N, gather_stride,
+    a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_batch_ptr, EXPERTS, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    GATHER_A: tl.constexpr, EVEN: tl.constexpr,
-    ACCUMULATE: tl.constexpr, DYNAMIC: tl.constexpr, PROGRAMS: tl.constexpr,
+    GATHER: tl.constexpr, EVEN_M: tl.constexpr, ACCUMULATE: tl.constexpr,
+    DYNAMIC: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """c[e] (+)= a[rows of e].T @ b[rows of e], [M, N]; a or b may be gathered by token.
+    """c[e] (+)= a[rows of e, or their tokens].T @ b[rows of e], [M, N].
 
-    The rows of an expert are summed up to the tile that holds its last one: what follows is padding,
-    which the row map masks in a gathered operand and which is zero in the other.
+    The rows of an expert are summed up to the tile that holds its last one. What follows is padding:
+    masked where it is gathered, zero where it is read.
     """
     m_tiles = tl.cdiv(M, BLOCK_M)
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = EXPERTS * m_tiles * n_tiles
+    # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
-        tile = tl.atomic_add(next_tile_ptr, 1)
-        while tile < tiles:
-            following = tl.atomic_add(next_tile_ptr, 1)
-            _weight_tile(
-                tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N,
-                gather_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER_A, EVEN, ACCUMULATE,
-            )  # fmt: skip
-            tile = following
+        batch = tl.atomic_add(next_batch_ptr, 1)
+        first, last = _batch(batch, tiles)
+        while first < tiles:
+            batch = tl.atomic_add(next_batch_ptr, 1)
+            for tile in tl.range(first, last, flatten=True):
+                _weight_tile(
+                    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr,
+                    M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
+                )  # fmt: skip
+            first, last = _batch(batch, tiles)
     else:
-        # Flattened: the loads of a tile start while the one before it is being stored.
         for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
             _weight_tile(
-                tile, m_tiles, n_tiles, a, b, c, row_token_ptr, counts_ptr, starts_ptr, M, N,
-                gather_stride, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER_A, EVEN, ACCUMULATE,
+                tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr,
+                M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
             )  # fmt: skip
-
-
-@triton.jit
-def _add(ptrs, value, mask):
-    value += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
 
 
 def rows_by_weight(
@@ -228,44 +229,41 @@ def rows_by_weight(
 
 
 def weight_grad(
-    a: torch.Tensor,  # [T, M] if gather_a, else [P, M]
-    b: torch.Tensor,  # [P, N] if gather_a, else [T, N]
+    a: torch.Tensor,  # [T, M] gathered by token, or [P, M]
+    b: torch.Tensor,  # [P, N]
     tables: RoutingTables,
     *,
-    gather_a: bool,
+    gather: bool,
     config: TileConfig,
     grid: Grid,
-    add_to: torch.Tensor | None = None,  # [g, M, N]
+    add_to: torch.Tensor | None = None,  # [g, M, N] fp32
 ) -> torch.Tensor:
     """Return [g, M, N]: the sum over each expert's rows of a[row] outer b[row]; 0 without rows.
 
-    One operand is gathered by token, the other is expert-major with zeros in its padding rows. With
-    ``add_to`` the fp32 sum is added there, in that tensor's dtype, and no other result is written.
+    Padding rows of ``b`` and of an expert-major ``a`` hold zeros. With ``add_to`` the fp32 sum is
+    added there, unrounded, and that tensor is returned.
     """
     experts, m, n = tables.counts.shape[0], a.shape[1], b.shape[1]
     if not tables.row_token.shape[0]:
         return a.new_zeros(experts, m, n) if add_to is None else add_to
     out = a.new_empty(experts, m, n) if add_to is None else add_to
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    if add_to is None:
-        target = TensorDescriptor.from_tensor(out, [1, block_m, block_n // 2])
-    else:
-        target = out
     _weight_grad[(grid.programs,)](
-        a if gather_a else TensorDescriptor.from_tensor(a, [block_k, block_m]),
-        TensorDescriptor.from_tensor(b, [block_k, block_n]) if gather_a else b,
-        target, tables.row_token, tables.counts, tables.starts, _counter(grid, a),
-        experts, m, n, m if gather_a else n,
+        a if gather else TensorDescriptor.from_tensor(a, [block_k, block_m]),
+        TensorDescriptor.from_tensor(b, [block_k, block_n]),
+        # An fp32 half tile is twice as large; the pipeline gives up a stage for it below.
+        TensorDescriptor.from_tensor(out, [1, block_m, block_n // 2]),
+        tables.row_token, tables.counts, tables.starts, _counter(grid, a), experts, m, n,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-        GATHER_A=gather_a, EVEN=(m % block_m if gather_a else n % block_n) == 0,
-        ACCUMULATE=add_to is not None,
+        GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add_to is not None,
         DYNAMIC=grid.dynamic, PROGRAMS=0 if grid.dynamic else grid.programs,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps,
+        num_stages=config.stages if add_to is None else min(config.stages, 3),
     )  # fmt: skip
     return out
 
 
 def _counter(grid: Grid, like: torch.Tensor) -> torch.Tensor:
-    """Return the tile counter of one launch; a static grid does not read it."""
+    """Return the batch counter of one launch; a static grid does not read it."""
     make = torch.zeros if grid.dynamic else torch.empty
     return make(1, dtype=torch.int32, device=like.device)

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from megamoe.backends.triton.activation import swiglu, swiglu_backward
-from megamoe.backends.triton.combine import combine, slot_values
+from megamoe.backends.triton.combine import combine, gather_rows, slot_values
 from megamoe.backends.triton.gemm import rows_by_weight, weight_grad
 from megamoe.backends.triton.schedule import grid_for
 from megamoe.backends.triton.tables import ROW_ALIGN, RoutingTables, build_tables, max_rows
@@ -222,14 +222,16 @@ def _summed(
     tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool, add_to: Tensor | None
 ) -> Tensor:
     routing = RoutingTables(*tables)
-    a, b = (tokens, rows) if tokens_first else (rows, tokens)
-    product = "d_w2" if tokens_first else "d_w1"
+    tokens, rows = dense(tokens), dense(rows)
+    if tokens_first:
+        product, a, b = "d_w2", tokens, rows
+    else:
+        product, a, b = "d_w1", rows, gather_rows(tokens, routing.row_token, routing.starts)
     experts = routing.counts.shape[0]
     config = _config(product, a.shape[1], b.shape[1], 0, experts, routing, a)
     return weight_grad(
-        dense(a), dense(b), routing, gather_a=tokens_first, config=config,
-        grid=grid_for(a.device), add_to=add_to,
-    )  # fmt: skip
+        a, b, routing, gather=tokens_first, config=config, grid=grid_for(a.device), add_to=add_to
+    )
 
 
 def _config(

@@ -22,7 +22,7 @@ __all__ = ["ROW_ALIGN", "RoutingTables", "build_tables", "max_rows"]
 ROW_ALIGN = 128  # rows; every tile height divides it, so no tile spans two experts
 
 _ALIGN = tl.constexpr(ROW_ALIGN)
-_ONE_HOT = 32768  # elements of the [slots, experts] one-hot that one program ranks
+_ONE_HOT = 4096  # elements of the [slots, experts] one-hot that one program ranks
 
 
 class RoutingTables(NamedTuple):
@@ -157,7 +157,7 @@ def build_tables(
     rows = max_rows(slots, experts)
     device = topk_idx.device
     experts_pow2 = triton.next_power_of_2(max(experts, 2))
-    block = max(16, min(1024, _ONE_HOT // experts_pow2))
+    block = max(64, min(1024, _ONE_HOT // experts_pow2))
     blocks = triton.cdiv(slots, block)
 
     def ints(*shape: int) -> torch.Tensor:

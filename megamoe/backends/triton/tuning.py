@@ -60,14 +60,6 @@ _SMALL = TileConfig(block_m=64, block_n=128, warps=4)
 
 def candidates(product: str) -> tuple[TileConfig, ...]:
     """Return the stated set that `tune` measures for a product; the first is the default."""
-    if product == "d_w1":
-        # The gathered operand is the narrow one: its loads go through registers' addresses.
-        return (
-            TileConfig(256, 128, 64, 8, 8, 4),
-            TileConfig(256, 128, 64, 8, 8, 3),
-            TileConfig(128, 128, 64, 8, 4, 3),
-            _SMALL,
-        )
     return (
         _LARGE,
         TileConfig(128, 256, 64, 8, 8, 3),
