@@ -85,10 +85,15 @@ class Backend(Protocol):
         """Return (dx, grad topk_weights, dW1)."""
 
 
+_loaded: dict[str, Backend] = {}
+
+
 def get_backend(name: str) -> Backend:
     """Return the backend of that name, or raise UnknownBackendError with the valid names."""
-    if name not in BACKENDS:
-        raise UnknownBackendError(
-            f"backend {name!r} is unknown; the backends are {sorted(BACKENDS)}"
-        )
-    return cast(Backend, import_module(BACKENDS[name]))
+    if name not in _loaded:  # a compiled region finds it here, where building the layer put it
+        if name not in BACKENDS:
+            raise UnknownBackendError(
+                f"backend {name!r} is unknown; the backends are {sorted(BACKENDS)}"
+            )
+        _loaded[name] = cast(Backend, import_module(BACKENDS[name]))
+    return _loaded[name]

@@ -93,7 +93,17 @@ def swiglu(l1: torch.Tensor, starts: torch.Tensor, clamp: float | None = None) -
     cols = min(2048, triton.next_power_of_2(width))
     rows = max(1, 2048 // cols)
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(width, cols))
-    _swiglu[grid](l1, act, starts[-1:], clamp or 0.0, width, num_rows, CLAMP=clamp is not None, ROWS=rows, COLS=cols)
+    _swiglu[grid](
+        l1,
+        act,
+        starts[-1:],
+        clamp or 0.0,
+        width,
+        num_rows,
+        CLAMP=clamp is not None,
+        ROWS=rows,
+        COLS=cols,
+    )
     return act
 
 

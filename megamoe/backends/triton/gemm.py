@@ -36,14 +36,17 @@ def _tile_order(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _batch(index, tiles):
-    """Return [first, last) of the tiles that one draw takes: four, or one near the end.
+    """Return (first, end, step) of the tiles of one draw: four in the first three quarters, or one.
 
-    Between two batches the pipeline drains; single tiles at the end keep the finish even.
+    Between two draws the pipeline drains; single tiles at the end keep the finish even. The tiles
+    of a draw lie one grid apart, so that at any time the programs work side by side, as in a static
+    schedule, and share what they load through the L2.
     """
-    fours = tiles * 3 // 16
-    drawn_singly = index >= fours
-    first = tl.where(drawn_singly, 3 * fours + index, 4 * index)
-    return first, tl.minimum(first + tl.where(drawn_singly, 1, 4), tiles)
+    grid = tl.num_programs(0)
+    fours = tiles * 3 // (16 * grid) * grid  # draws of four
+    single = index >= fours
+    first = tl.where(single, 3 * fours + index, index // grid * (4 * grid) + index % grid)
+    return first, first + tl.where(single, 1, 3 * grid + 1), grid
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _rows_by_weight(
     N, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
-    DYNAMIC: tl.constexpr, PROGRAMS: tl.constexpr,
+    DYNAMIC: tl.constexpr,
 ):  # fmt: skip
     """c[row] = a[row, or its token] @ b[expert of row]: [N, K] if TRANSPOSED, else [K, N]."""
     m_tiles = tl.load(rows_used_ptr) // BLOCK_M
@@ -98,17 +101,17 @@ def _rows_by_weight(
     # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
         batch = tl.atomic_add(next_batch_ptr, 1)
-        first, last = _batch(batch, tiles)
+        first, end, step = _batch(batch, tiles)
         while first < tiles:
             batch = tl.atomic_add(next_batch_ptr, 1)
-            for tile in tl.range(first, last, flatten=True):
+            for tile in tl.range(first, end, step, flatten=True):
                 _rows_tile(
                     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
                     a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
                 )  # fmt: skip
-            first, last = _batch(batch, tiles)
+            first, end, step = _batch(batch, tiles)
     else:
-        for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _rows_tile(
                 tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
                 a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
@@ -162,7 +165,7 @@ def _weight_grad(
     a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_batch_ptr, EXPERTS, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     GATHER: tl.constexpr, EVEN_M: tl.constexpr, ACCUMULATE: tl.constexpr,
-    DYNAMIC: tl.constexpr, PROGRAMS: tl.constexpr,
+    DYNAMIC: tl.constexpr,
 ):  # fmt: skip
     """c[e] (+)= a[rows of e, or their tokens].T @ b[rows of e], [M, N].
 
@@ -175,17 +178,17 @@ def _weight_grad(
     # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
         batch = tl.atomic_add(next_batch_ptr, 1)
-        first, last = _batch(batch, tiles)
+        first, end, step = _batch(batch, tiles)
         while first < tiles:
             batch = tl.atomic_add(next_batch_ptr, 1)
-            for tile in tl.range(first, last, flatten=True):
+            for tile in tl.range(first, end, step, flatten=True):
                 _weight_tile(
                     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr,
                     M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
                 )  # fmt: skip
-            first, last = _batch(batch, tiles)
+            first, end, step = _batch(batch, tiles)
     else:
-        for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _weight_tile(
                 tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr,
                 M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
@@ -222,7 +225,7 @@ def rows_by_weight(
         tables.row_token, tables.tile_expert, tables.starts[-1:], _counter(grid, a), n, k, k,
         ALIGN=ROW_ALIGN, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
         GATHER=gather, TRANSPOSED=transposed, EVEN_K=k % block_k == 0,
-        DYNAMIC=grid.dynamic, PROGRAMS=0 if grid.dynamic else grid.programs,
+        DYNAMIC=grid.dynamic,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     return out
@@ -256,7 +259,7 @@ def weight_grad(
         tables.row_token, tables.counts, tables.starts, _counter(grid, a), experts, m, n,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
         GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add_to is not None,
-        DYNAMIC=grid.dynamic, PROGRAMS=0 if grid.dynamic else grid.programs,
+        DYNAMIC=grid.dynamic,
         num_warps=config.warps,
         num_stages=config.stages if add_to is None else min(config.stages, 3),
     )  # fmt: skip

@@ -61,9 +61,7 @@ def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _stage1_forward(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w1: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    tables, row_weight = build_tables(
-        topk_idx.contiguous(), topk_weights.contiguous(), w1.shape[0]
-    )
+    tables, row_weight = build_tables(topk_idx.contiguous(), topk_weights.contiguous(), w1.shape[0])
     l1 = _rows_by_weight("fc1", dense(x), dense(w1), tables, gather=True, transposed=True)
     return l1, row_weight, list(tables)
 
@@ -158,9 +156,7 @@ def _(d_l1: Tensor, w1: Tensor, tables: list[Tensor]) -> Tensor:
 
 
 @_op("weight_grad(Tensor tokens, Tensor rows, Tensor[] tables, bool tokens_first) -> Tensor")
-def _weight_grad(
-    tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool
-) -> Tensor:
+def _weight_grad(tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool) -> Tensor:
     """Sum tokens[t] outer rows[r] over each expert's rows r, t the row's token; or transposed."""
     return _summed(tokens, rows, tables, tokens_first, None)
 
@@ -183,9 +179,7 @@ def _add_weight_grad(
 
 
 @_fake("add_weight_grad")
-def _(
-    out: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool
-) -> None:
+def _(out: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool) -> None:
     return None
 
 
@@ -206,7 +200,13 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def _rows_by_weight(
-    product: str, a: Tensor, weight: Tensor, tables: RoutingTables, *, gather: bool, transposed: bool
+    product: str,
+    a: Tensor,
+    weight: Tensor,
+    tables: RoutingTables,
+    *,
+    gather: bool,
+    transposed: bool,
 ) -> Tensor:
     experts, n, k = weight.shape
     if not transposed:

@@ -12,6 +12,7 @@ overlap, capture while the budget reports what the replay will need.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ __all__ = ["Grid", "add_sm_budget", "grid_for", "multiprocessors"]
 Budget = Callable[[], int]
 
 _budgets: dict[object, Budget] = {}
+_thread = threading.local()
 
 
 class Grid(NamedTuple):
@@ -46,6 +48,11 @@ def grid_for(device: torch.device) -> Grid:
 
     Raises ValueError for a budget that is negative or leaves no SM.
     """
+    if device.type == "cuda" and not getattr(_thread, "has_context", False):
+        # autograd's thread may come here before it made any CUDA call, and a TMA descriptor is
+        # encoded by the driver, which does not make the context current by itself as a launch does.
+        torch.zeros((), device=device)
+        _thread.has_context = True
     total = multiprocessors(device)
     reserved = sum(budget() for budget in _budgets.values())
     if not 0 <= reserved < total:

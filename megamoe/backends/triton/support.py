@@ -12,6 +12,7 @@ from megamoe.errors import BackendUnavailableError, InputError
 __all__ = ["check_stage1", "unsupported"]
 
 _HOPPER = 9  # major compute capability
+_INTERPRETED = triton.knobs.runtime.interpret  # the kernels were decorated for the interpreter
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, group: Group) -> str | None:
@@ -19,7 +20,7 @@ def unsupported(device: torch.device, dtype: torch.dtype, group: Group) -> str |
     if group is not None:
         return "needs all experts on one rank: expert parallelism is not written; use 'reference'"
     if device.type != "cuda":
-        if triton.knobs.runtime.interpret and device.type == "cpu":
+        if _INTERPRETED and device.type == "cpu":
             return None
         return f"needs a CUDA device, the tokens are on {device}; move them or use 'reference'"
     major, minor = torch.cuda.get_device_capability(device)
@@ -30,7 +31,9 @@ def unsupported(device: torch.device, dtype: torch.dtype, group: Group) -> str |
             "use 'reference'"
         )
     if dtype != torch.bfloat16:
-        return f"computes in torch.bfloat16, the tokens are {dtype}; convert them or use 'reference'"
+        return (
+            f"computes in torch.bfloat16, the tokens are {dtype}; convert them or use 'reference'"
+        )
     return None
 
 

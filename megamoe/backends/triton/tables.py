@@ -34,7 +34,9 @@ class RoutingTables(NamedTuple):
     slot_row: torch.Tensor  # [T, K] row of each slot; -1 where the slot is dropped
     row_token: torch.Tensor  # [P] token of each row; -1 in padding
     counts: torch.Tensor  # [g] rows of each expert that hold a token
-    starts: torch.Tensor  # [g + 1] first row of each expert's run; the last entry is the rows in use
+    starts: (
+        torch.Tensor
+    )  # [g + 1] first row of each expert's run; the last entry is the rows in use
     tile_expert: torch.Tensor  # [P / ROW_ALIGN] expert that owns each aligned run of rows
 
 
@@ -65,9 +67,7 @@ def _histogram(
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
     experts = tl.arange(0, EXPERTS_POW2)
-    local = _local_expert(
-        ids_ptr, slots, slots < num_slots, first_expert, all_experts, EXPERTS
-    )
+    local = _local_expert(ids_ptr, slots, slots < num_slots, first_expert, all_experts, EXPERTS)
     hits = (local[:, None] == experts[None, :]).to(tl.int32)
     tl.store(block_counts_ptr + block * EXPERTS + experts, tl.sum(hits, 0), experts < EXPERTS)
 

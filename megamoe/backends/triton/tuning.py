@@ -20,7 +20,16 @@ from pathlib import Path
 import torch
 import triton
 
-__all__ = ["PRODUCTS", "Shape", "TileConfig", "cache_file", "candidates", "choose", "forget", "tune"]
+__all__ = [
+    "PRODUCTS",
+    "Shape",
+    "TileConfig",
+    "cache_file",
+    "candidates",
+    "choose",
+    "forget",
+    "tune",
+]
 
 PRODUCTS = ("fc1", "fc2", "d_act", "d_x", "d_w1", "d_w2")
 
