@@ -124,7 +124,8 @@ def train(args: argparse.Namespace) -> None:
     groups = ProcessGroups.build(expert_parallel_size=args.ep)
     torch.manual_seed(args.seed)
     model = Transformer(args, groups.ep).to(device=device, dtype=DTYPES[args.dtype])
-    ddp = DistributedDataParallel(model, OverlapConfig(serialize=args.serialize), groups)
+    config = OverlapConfig(serialize=args.serialize, measure_waits=True)
+    ddp = DistributedDataParallel(model, config, groups)
     optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=args.lr)
     if rank == 0 and args.plan:
         print(ddp.plan(), flush=True)
@@ -145,7 +146,8 @@ def train(args: argparse.Namespace) -> None:
                 tokens = args.microbatches * args.micro_batch * args.sequence * world_size
                 print(
                     f"step {step:>3}/{args.steps}  loss {loss:7.4f}"
-                    f"  {tokens / seconds:9.0f} tokens/s  {seconds * 1e3:7.1f} ms",
+                    f"  {tokens / seconds:8.0f} tokens/s  {seconds * 1e3:7.1f} ms"
+                    f"  exposed {ddp.take_waited_ms():6.1f} ms",
                     flush=True,
                 )
 

@@ -49,7 +49,10 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class MegaMoEConfig:
-    """The options of one MoE layer; names, meaning and defaults as in Megatron-core and Primus.
+    """The options of one MoE layer, with the names and meanings of Megatron-core and Primus.
+
+    Defaults are theirs too, but for moe_router_dtype (fp32: selection is never made in bf16) and
+    add_bias_linear (False: the experts have no bias).
 
     Raises ConfigError for a value that is wrong in itself or contradicts another.
     """
@@ -92,16 +95,16 @@ class MegaMoEConfig:
     moe_expert_capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
-        for name in _SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; choose one of {list(choices)}"
                 )
+        self._check_types()
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
         self._check_topk()
         if self.moe_aux_loss_coeff < 0:
             raise ConfigError(f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff}; it cannot be < 0")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -140,6 +143,13 @@ class MegaMoEExperts(nn.Module):
             name=self.range_name,
             backend=self.backend,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoEExperts:
+        memo[id(self.ep_group)] = self.ep_group  # a process group is shared and cannot be copied
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        result.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return result
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, fused={self.fused}, backend={self.backend!r}"

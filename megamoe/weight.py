@@ -69,7 +69,9 @@ class MegaMoEWeightModule(nn.Module):
         self._mark()
 
     def _mark(self) -> None:
-        self.weight.allreduce = not self.expert_parallel  # type: ignore[attr-defined]
+        for param in self._parameters.values():
+            if param is not None:
+                param.allreduce = not self.expert_parallel  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

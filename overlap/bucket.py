@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from overlap import collectives
 from overlap.buffer import member_view
 from overlap.collectives import InFlight
-from overlap.errors import GradientOrderError, OverlapError
+from overlap.errors import GradientOrderError, OverlapError, StaleParameterError
 from overlap.layout import BucketLayout, Member
 from overlap.streams import Streams
+from overlap.waiting import WaitClock
 from profiling import ranges
 from profiling.ranges import Kind
 
@@ -65,12 +66,23 @@ class Slot:
         address: Where the parameter lies; it may not move while it is in the bucket.
         grad: View of the bucket's gradients in the parameter's shape, in the gradient dtype.
         arrived: ``grad`` holds a gradient; until then its content means nothing.
+        version: The parameter's version when this package last wrote to it.
         reported: The gradient of the last microbatch has arrived too.
         forward: Number of the last iteration in which the forward of a module that owns the
             parameter has run (-1: none).
     """
 
-    __slots__ = ("address", "arrived", "bucket", "forward", "grad", "member", "param", "reported")
+    __slots__ = (
+        "address",
+        "arrived",
+        "bucket",
+        "forward",
+        "grad",
+        "member",
+        "param",
+        "reported",
+        "version",
+    )
 
     def __init__(self, param: nn.Parameter, member: Member, bucket: Bucket) -> None:
         self.param = param
@@ -81,13 +93,23 @@ class Slot:
         self.arrived = False
         self.reported = False
         self.forward = -1
+        self.version = param._version
 
     @property
     def name(self) -> str:
         return self.member.spec.name
 
     def accumulate(self, grad: Tensor) -> None:
-        """Add ``grad``; the first one after a reset overwrites."""
+        """Add ``grad``; the first one after a reset overwrites.
+
+        Raises:
+            TypeError: The gradient is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {self.name} is sparse; a bucket holds dense ones only"
+            )
+        grad = grad.detach()  # under create_graph it has a history
         if self.arrived:
             self.grad.add_(grad)
         else:
@@ -113,6 +135,7 @@ class Bucket:
         grads: Tensor,
         group: dist.ProcessGroup,
         streams: Streams,
+        clock: WaitClock,
         *,
         reduce_dtype: torch.dtype,
         scale: float,
@@ -132,6 +155,7 @@ class Bucket:
         self.grad_state = GradState.ACCUMULATING
         self._reduce_dtype = reduce_dtype
         self._streams = streams
+        self._clock = clock
         self._stepped = self.ready = streams.mark()
         self._grad_stream: Any = streams.current()
         self._gather: InFlight | None = None
@@ -152,12 +176,20 @@ class Bucket:
             view = member_view(self.params, slot.member)
             view.copy_(slot.param.detach())
             slot.param.data = view
+            slot.param.grad = None
+            slot.version = slot.param._version
 
     # Parameters
+
+    def rewritten(self) -> bool:
+        """Whether anybody else has written to the parameters since the last gather."""
+        return any(slot.param._version != slot.version for slot in self.slots)
 
     def stepped(self) -> None:
         """The optimizer has written this rank's shard on the current stream."""
         self._move_params(ParamState.STALE)
+        for slot in self.slots:
+            slot.version = slot.param._version
         self._stepped = self._streams.mark()
 
     def issue_gather(self) -> None:
@@ -177,13 +209,20 @@ class Bucket:
             return
         if self._gather is not None:
             with ranges.span(Kind.PARAM_WAIT, self.name):
-                self._gather.wait()
+                self._clock.around(self._gather.wait)
             self._gather = None
         self._move_params(ParamState.READY)
         self.ready = self._streams.mark()
+        if self.rewritten():
+            raise StaleParameterError(
+                f"a parameter of bucket {self.name} was written to while its all-gather was under "
+                "way, and that write may be lost: call ddp.finish_param_sync() before it"
+            )
         # A graph that saved these weights before this moment saw torn ones (or is older than the
         # step): let its backward fail, as after any other in-place update.
         torch.autograd.graph.increment_version([slot.param for slot in self.slots])
+        for slot in self.slots:
+            slot.version = slot.param._version
 
     def _move_params(self, to: ParamState) -> None:
         if self._streams.capturing():
@@ -210,10 +249,7 @@ class Bucket:
                 "ddp.no_sync(), and use non-reentrant activation checkpointing for a weight that "
                 "is used in several checkpointed segments"
             )
-        stream = self._streams.current()
-        if stream != self._grad_stream:
-            stream.wait_stream(self._grad_stream)
-            self._grad_stream = stream
+        self._join_grad_stream()
         slot.accumulate(grad)
 
     def issue_reduce(self) -> None:
@@ -225,14 +261,19 @@ class Bucket:
         if self.layout.group_size == 1:
             return
         with ranges.span(Kind.GRAD_REDUCE, self.name):
-            stream = self._streams.current()
-            if stream != self._grad_stream:
-                stream.wait_stream(self._grad_stream)
+            self._join_grad_stream()
             source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
             shard = source[self.layout.shard(self.rank)]
             self._reduce = collectives.reduce_scatter(
                 shard, source, self.group, f"the reduce-scatter of bucket {self.name}"
             )
+
+    def _join_grad_stream(self) -> None:
+        """Order the current stream after the one that last touched the gradients."""
+        stream = self._streams.current()
+        if stream != self._grad_stream:
+            stream.wait_stream(self._grad_stream)
+            self._grad_stream = stream
 
     def finish_reduce(self) -> None:
         """Order the current stream after the reduce-scatter; the shard then holds its result."""
@@ -240,7 +281,7 @@ class Bucket:
             return
         if self._reduce is not None:
             with ranges.span(Kind.GRAD_WAIT, self.name):
-                self._reduce.wait()
+                self._clock.around(self._reduce.wait)
             shard = self._reduce.tensors[0]
             if shard.dtype != self.grad_shard.dtype:
                 self.grad_shard.copy_(shard)

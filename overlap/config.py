@@ -57,6 +57,9 @@ class OverlapConfig:
     """Look for NaN and infinity in the reduced gradients (one small all-reduce and one wait of
     the host per step) and name the parameters that hold them."""
 
+    measure_waits: bool = False
+    """Let `DistributedDataParallel.take_waited_ms` tell how long compute stood still."""
+
     def __post_init__(self) -> None:
         if self.prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be 0 or more, got {self.prefetch_depth}")

@@ -23,6 +23,7 @@ from overlap.layout import BucketLayout, ParamSpec, digest, plan_buckets
 from overlap.plan import BucketPlan, Plan
 from overlap.reduce import ReduceSchedule
 from overlap.streams import Streams
+from overlap.waiting import WaitClock
 from profiling import ranges
 
 __all__ = ["DistributedDataParallel"]
@@ -63,19 +64,20 @@ class DistributedDataParallel(nn.Module):
         self.device = next(iter(trainable.values())).device
         specs = _specs(module, trainable)
         self._check_same_model(specs)
+        self._clock = WaitClock(self.device, enabled=self.config.measure_waits)
         self.buckets = self._make_buckets(specs, trainable)
         self._equalise()
         streams = Streams(self.device)
-        self._gather = GatherSchedule(
+        self.gather = GatherSchedule(
             self.buckets,
             streams,
             depth=self.config.prefetch_depth,
             overlap=self.config.overlap_param_gather,
             serialize=self.config.serialize,
         )
-        self._reduce = ReduceSchedule(
+        self.reduce = ReduceSchedule(
             self.buckets,
-            self._gather,
+            self.gather,
             overlap=self.config.overlap_grad_reduce,
             serialize=self.config.serialize,
             zero_unused=self.config.unused_parameters == "zero",
@@ -85,6 +87,15 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def take_waited_ms(self) -> float:
+        """Return how many milliseconds this rank's compute stood still for the engine's
+        collectives since the last call (on a GPU the host waits for the figure).
+
+        Raises:
+            RuntimeError: OverlapConfig.measure_waits is off.
+        """
+        return self._clock.take_ms()
 
     # Construction
 
@@ -125,6 +136,7 @@ class DistributedDataParallel(nn.Module):
                 bucket_grads,
                 self.groups.edp if layout.expert else self.groups.dp,
                 Streams(self.device),
+                self._clock,
                 reduce_dtype=config.reduce_dtype or config.grad_dtype,
                 scale=1 / dp_size if config.grad_reduction == "average" else 1.0,
             )
@@ -150,15 +162,19 @@ class DistributedDataParallel(nn.Module):
         for param, slot in slots.items():
             param.main_grad = slot.grad  # type: ignore[attr-defined]
             self._handles.append(
-                param.register_post_accumulate_grad_hook(_grad_hook(self._reduce, slot))
+                param.register_post_accumulate_grad_hook(_grad_hook(self.reduce, slot))
             )
         for module in self.module.modules():
             own = [slots[p] for p in module.parameters(recurse=False) if p in slots]
-            if own:
+            if own or module is self.module:
                 # First in line: other pre-hooks (weight norm, say) read the weights.
-                self._handles.append(
-                    module.register_forward_pre_hook(_forward_hook(self._gather, own), prepend=True)
-                )
+                self._handles += [
+                    module.register_forward_pre_hook(
+                        _forward_hook(self.gather, module, own), prepend=True
+                    ),
+                    module.register_state_dict_pre_hook(_sync_hook(self.gather)),
+                    module.register_load_state_dict_pre_hook(_sync_hook(self.gather)),
+                ]
         guard = _registration_guard(weakref.WeakSet(self.module.modules()))
         self._handles.append(module_hooks.register_module_parameter_registration_hook(guard))
         self._handles.append(module_hooks.register_module_module_registration_hook(guard))
@@ -181,26 +197,25 @@ class DistributedDataParallel(nn.Module):
                     slot.param.data = slot.param.data.clone()
                     del slot.param.main_grad  # type: ignore[attr-defined]
 
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are in place (until `remove`)."""
-        return bool(self._handles)
+    def _check_attached(self) -> None:
+        if not self._handles:
+            raise WrapError("the model was unwrapped with remove(): wrap it again to train it")
 
     # Running
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without reducing them: for every microbatch but the last."""
-        before = self._reduce.sync
-        self._reduce.sync = False
+        before = self.reduce.sync
+        self.reduce.sync = False
         try:
             yield
         finally:
-            self._reduce.sync = before
+            self.reduce.sync = before
 
     def finish_param_sync(self) -> None:
         """Make every parameter safe to read, from any code. A collective."""
-        self._gather.finish()
+        self.gather.finish()
 
     def finish_grad_sync(self) -> int:
         """Make every reduced gradient safe to read. A collective; the optimizer calls it.
@@ -209,18 +224,28 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             UnusedParameterError: See `OverlapConfig.unused_parameters`.
+            WrapError: The model was unwrapped.
         """
-        self._reduce.finish()
-        return self._reduce.rounds
+        self._check_attached()
+        self.reduce.finish()
+        return self.reduce.rounds
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none`` is torch's argument, and always meant here."""
-        self._reduce.reset()
+        self.reduce.reset()
         for param in self.module.parameters():
             param.grad = None
 
-    def begin_step(self) -> GatherSchedule:
-        """Get ready for the optimizer to write its shards; return who gathers them afterwards."""
+    def begin_step(self) -> list[Bucket]:
+        """Get ready for the optimizer to write its shards.
+
+        Returns the buckets whose parameters somebody else has written to since the last step (a
+        checkpoint was loaded, say).
+
+        Raises:
+            WrapError: The model was moved, cast or unwrapped.
+        """
+        self._check_attached()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.param.data_ptr() != slot.address:
@@ -228,27 +253,27 @@ class DistributedDataParallel(nn.Module):
                         f"{slot.name} no longer lies in its bucket: the wrapped model was moved or "
                         "cast. Do that before wrapping, or call remove() and wrap again"
                     )
-        self._gather.finish()  # what no forward has asked for
-        if self._gather.learning:
+        self.gather.finish()  # what no forward has asked for
+        if self.gather.learning:
             self._learn_orders()
-        return self._gather
+        return [bucket for bucket in self.buckets if bucket.rewritten()]
 
     def _learn_orders(self) -> None:
         """Replace the guessed orders by those that rank 0 has seen in the first iteration."""
         index = {bucket: number for number, bucket in enumerate(self.buckets)}
-        guess = (self._gather.observed(), self._reduce.observed())
+        guess = (self.gather.observed(), self.reduce.observed())
         numbers = torch.tensor([[index[b] for b in order] for order in guess], device=self.device)
         collectives.broadcast(numbers, self.groups.dp, "the agreement on the buckets' order")
         gather, reduce = ([self.buckets[n] for n in order] for order in numbers.tolist())
-        self._gather.adopt(gather)
-        self._reduce.adopt(reduce)
+        self.gather.adopt(gather)
+        self.reduce.adopt(reduce)
 
     # Looking
 
     def plan(self) -> Plan:
         """What is gathered and reduced where, as the schedules stand now."""
         depth = self.config.prefetch_depth
-        order = self._gather.order
+        order = self.gather.order
         rows = []
         for position, bucket in enumerate(order):
             first = position < max(1, depth)
@@ -276,9 +301,7 @@ class DistributedDataParallel(nn.Module):
                     else "finish_grad_sync",
                 )
             )
-        return Plan(
-            tuple(rows), tuple(b.name for b in self._reduce.order), not self._gather.learning
-        )
+        return Plan(tuple(rows), tuple(b.name for b in self.reduce.order), not self.gather.learning)
 
 
 def _is_expert(param: Tensor) -> bool:
@@ -335,17 +358,31 @@ def _is_weight_module(module: nn.Module) -> bool:
 # Hooks are held by the model, which may outlive the wrapper: they refer to the engine weakly.
 
 
-def _forward_hook(schedule: GatherSchedule, slots: list[Slot]) -> Callable[..., None]:
-    reference = weakref.ref(schedule)
+def _forward_hook(
+    schedule: GatherSchedule, module: nn.Module, slots: list[Slot]
+) -> Callable[..., None]:
+    reference, owner = weakref.ref(schedule), weakref.ref(module)
     own = tuple(slots)
     buckets = tuple(dict.fromkeys(slot.bucket for slot in own))
 
     def gather(module: nn.Module, args: Any) -> None:
         schedule = reference()
-        if schedule is not None:
+        # A deep copy of the model carries this hook too, and has weights of its own.
+        if schedule is not None and module is owner():
             schedule.before_forward(own, buckets)
 
     return gather
+
+
+def _sync_hook(schedule: GatherSchedule) -> Callable[..., None]:
+    reference = weakref.ref(schedule)
+
+    def finish(*_: Any) -> None:
+        schedule = reference()
+        if schedule is not None:
+            schedule.finish()
+
+    return finish
 
 
 def _grad_hook(schedule: ReduceSchedule, slot: Slot) -> Callable[[Tensor], None]:

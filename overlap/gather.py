@@ -52,6 +52,7 @@ class GatherSchedule:
         self._position = {bucket: index for index, bucket in enumerate(self.order)}
         self._issued = len(self.order)  # the gathers of order[: _issued] have been issued
         self._unready = 0  # buckets that are not READY
+        self._started = False  # the first gathers of the step under way have been issued
         self._untouched = False  # no forward hook has run since the step
         self._late: dict[Bucket, int] = {}  # the last iteration with a gather that ended in a hook
         self._first_uses: dict[Bucket, None] | None = {}  # in order; None once learned
@@ -100,11 +101,16 @@ class GatherSchedule:
             bucket.finish_gather()
             self._unready -= 1
 
+    def issue_all(self) -> None:
+        """Issue what is left, so that another collective may follow on the same groups: ranks
+        whose forwards skipped different modules have issued different numbers of gathers."""
+        self._issue_through(len(self.order) - 1)
+
     def finish(self) -> None:
         """Issue and wait for all that is left. A collective: every rank has to come here, or to
         run its forward, before any of them gets on."""
         if self._unready:
-            self._issue_through(len(self.order) - 1)
+            self.issue_all()
             for bucket in self.order:
                 self._wait(bucket)
 
@@ -123,12 +129,16 @@ class GatherSchedule:
     def start(self) -> None:
         """Issue the gathers of `first`, which have been invalidated."""
         self.iteration += 1
+        self._started = True
         self._issued = 0
         self._untouched = True
         self._issue_through(len(self.first()) - 1)
 
-    def stepped(self) -> None:
+    def finish_step(self) -> None:
         """All buckets have been invalidated."""
+        if not self._started:
+            self.start()
+        self._started = False
         if not self._overlap:
             self.finish()
 
@@ -157,12 +167,15 @@ class GatherSchedule:
         In the first iteration that is a lesson: from then on its bucket is waited for before any
         forward. Later it is an error, where the parameter can have been read too early.
         """
-        if self._first_uses is not None:
-            self._eager[slot.bucket] = None
-        elif self._late.get(slot.bucket) == self.iteration:
-            raise StaleParameterError(
-                f"{slot.name} was used outside the forward of its module and, unlike in the first "
-                "iteration, may have been read before its all-gather had finished. Use it through "
-                "its module, or call ddp.finish_param_sync() before the forward, or set "
-                "overlap_param_gather=False"
-            )
+        bucket = slot.bucket
+        late = self._late.get(bucket) == self.iteration
+        if bucket.param_state is ParamState.READY and not late:
+            if self._first_uses is not None:
+                self._eager[bucket] = None
+            return
+        raise StaleParameterError(
+            f"{slot.name} was used outside the forward of its module and may have been read before "
+            "its all-gather had finished. Use it through its module in every iteration or, like "
+            "this, from the first iteration on; or call ddp.finish_param_sync() before the "
+            "forward; or set overlap_param_gather=False"
+        )

@@ -10,65 +10,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from overlap import collectives
+from overlap import checkpoint, collectives
 from overlap.bucket import Bucket, Slot
 from overlap.ddp import DistributedDataParallel
-from overlap.errors import NonFiniteGradientError, WrapError
+from overlap.errors import NonFiniteGradientError
+from overlap.shard import MasterShard
 from profiling import ranges
 from profiling.ranges import Kind
 
 __all__ = ["DistributedOptimizer"]
 
+# These look at more than one element at a time: on a shard they would compute something else.
+_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
-class _Shard:
-    """The fp32 master weights of one bucket's shard, in pieces: one per parameter it holds.
-
-    Attributes:
-        master: [layout.shard_numel] fp32; the bucket's own memory where the parameters are fp32.
-        names: The parameter of each piece.
-        pieces: Views of ``master``, what the inner optimizer steps.
-    """
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        self.master = bucket.param_shard.float()
-        offset = bucket.layout.shard(bucket.rank).start
-        self.names: list[str] = []
-        self.pieces: list[nn.Parameter] = []
-        self.places: list[slice] = []
-        for piece in bucket.layout.pieces(bucket.rank):
-            place = slice(piece.start - offset, piece.stop - offset)
-            self.names.append(piece.member.spec.name)
-            self.places.append(place)
-            self.pieces.append(nn.Parameter(self.master[place]))
-
-    def give_grads(self) -> None:
-        """Let the pieces' ``grad`` be the reduced gradients, as fp32."""
-        reduced = self.bucket.grad_shard.float()
-        for piece, place in zip(self.pieces, self.places, strict=True):
-            piece.grad = reduced[place]
-
-    def take_grads(self) -> list[Tensor | None]:
-        grads = [piece.grad for piece in self.pieces]
-        for piece in self.pieces:
-            piece.grad = None
-        return grads
-
-    def put_grads(self, grads: Sequence[Tensor | None]) -> None:
-        for piece, grad in zip(self.pieces, grads, strict=True):
-            piece.grad = grad
-
-    def publish(self) -> None:
-        """Round the masters into the bucket's parameters."""
-        if self.master.dtype != self.bucket.param_shard.dtype:
-            self.bucket.param_shard.copy_(self.master)
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 class DistributedOptimizer(Optimizer):
     """Any elementwise torch optimizer, each rank stepping its own shards in fp32 (ZeRO-1).
 
     It is a real `torch.optim.Optimizer`: ``param_groups`` are those of the inner optimizer, so that
-    schedulers work; they hold this rank's fp32 pieces, not the model's parameters.
+    schedulers work; they hold this rank's fp32 masters (flat), not the model's parameters.
+
+    After `step` the model's weights are on their way. Forwards wait for what they need; any other
+    code that reads weights (a moving average, a norm to log) calls ``ddp.finish_param_sync()``
+    first.
 
     Args:
         ddp: The wrapped model.
@@ -78,6 +44,7 @@ class DistributedOptimizer(Optimizer):
         defaults: Handed to the optimizer class.
 
     Raises:
+        TypeError: The optimizer class is not elementwise.
         ValueError: ``params`` misses a trainable parameter or names an unknown one.
     """
 
@@ -85,41 +52,59 @@ class DistributedOptimizer(Optimizer):
         self,
         ddp: DistributedDataParallel,
         optimizer_class: type[Optimizer],
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        params: Params | None = None,
         **defaults: Any,
     ) -> None:
-        self._ddp = ddp
-        self._shards = {bucket: _Shard(bucket) for bucket in ddp.buckets}
-        self._round = 0
+        if optimizer_class.__name__ in _NOT_ELEMENTWISE:
+            raise TypeError(
+                f"{optimizer_class.__name__} looks at whole parameters (or needs sparse gradients) "
+                "and would compute something else on shards; use an elementwise optimizer"
+            )
+        self.ddp = ddp
+        self.shards = {bucket: MasterShard(bucket) for bucket in ddp.buckets}
+        self.group_names: list[list[str]] = []
+        self._round = 0  # the reduction whose gradients the masters have
+        # An optimizer from elsewhere may keep a count in its groups, which stepping the first
+        # buckets by themselves would advance twice.
+        self._step_apart = optimizer_class.__module__.startswith("torch.optim")
         self.inner = optimizer_class(self._groups(params), **defaults)
         super().__init__(self.inner.param_groups, self.inner.defaults)
+        self.relink()
+
+    def relink(self) -> None:
+        """Share groups and state with the inner optimizer (its load_state_dict replaces them)."""
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
-    def _groups(
-        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
-    ) -> list[dict[str, Any]]:
-        """The groups of ``params`` with this rank's pieces in place of the parameters."""
+    def masters(self) -> dict[str, nn.Parameter]:
+        """This rank's fp32 masters by the name of the parameter that they are a part of."""
+        return {
+            piece.member.spec.name: master
+            for shard in self.shards.values()
+            for piece, master in zip(shard.pieces, shard.masters, strict=True)
+        }
+
+    def _groups(self, params: Params | None) -> list[dict[str, Any]]:
+        """The groups of ``params`` with this rank's masters in place of the parameters."""
         slots: dict[Any, Slot] = {
-            slot.param: slot for bucket in self._ddp.buckets for slot in bucket.slots
+            slot.param: slot for bucket in self.ddp.buckets for slot in bucket.slots
         }
         given: list[Any] = list(slots) if params is None else list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        pieces: dict[str, nn.Parameter] = {}
-        for shard in self._shards.values():
-            pieces.update(zip(shard.names, shard.pieces, strict=True))
+        masters = self.masters()
         result = []
         for group in groups:
             own = group["params"]
             members = [own] if isinstance(own, Tensor) else list(own)
-            unknown = [tuple(p.shape) for p in members if p not in slots]
+            unknown = [tuple(param.shape) for param in members if param not in slots]
             if unknown:
                 raise ValueError(
-                    f"params holds tensors of shape {unknown} that are no trainable parameters of "
-                    "the wrapped model"
+                    f"params holds tensors of shape {unknown} that are not trainable parameters of "
+                    "the wrapped model, or are in two groups"
                 )
-            names = [slots.pop(p).name for p in members]
-            result.append({**group, "params": [pieces[n] for n in names if n in pieces]})
+            names = [slots.pop(param).name for param in members]
+            self.group_names.append(names)
+            result.append({**group, "params": [masters[n] for n in names if n in masters]})
         if slots:
             raise ValueError(
                 f"params misses trainable parameters: {[slot.name for slot in slots.values()]}; "
@@ -127,60 +112,70 @@ class DistributedOptimizer(Optimizer):
             )
         return result
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once constructed: the buckets are laid out. Pass all groups as ``params``."""
+        if getattr(self, "param_groups", None) is self.inner.param_groups:
+            raise ValueError("a group cannot be added later: pass all groups to the constructor")
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the model's gradients; call it once per iteration."""
-        self._ddp.zero_grad()
+        self.ddp.zero_grad()
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their joint 2-norm is at most ``max_norm``.
+        """Scale all gradients so that their joint 2-norm is at most ``max_norm``. A collective.
 
         Returns the norm before scaling, a scalar on the model's device, the same on every rank: the
         norm over every dense and every expert parameter of the whole model, each counted once.
         """
         grads = self._finish_grads()
-        squares = [torch.linalg.vector_norm(grad).square() for grad in grads]
-        total = torch.stack(squares).sum() if grads else torch.zeros((), device=self._ddp.device)
+        total = torch.zeros((), device=self.ddp.device)
+        for norm in torch._foreach_norm(grads) if grads else ():
+            total += norm.square()
         # With EP x EDP = DP each element of any parameter lies in one shard of one rank.
-        collectives.all_reduce(total, self._ddp.groups.dp, "the sum of the gradient norm")
+        collectives.all_reduce(total, self.ddp.groups.dp, "the sum of the gradient norms")
         norm = total.sqrt()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # The masters' gradients only: in the padding a NaN would stay for ever.
         for grad in grads:
             grad.mul_(scale)
         return norm
 
     def _finish_grads(self) -> list[Tensor]:
-        """Wait for the gradients; return this rank's pieces of them."""
-        if not self._ddp.attached:
-            raise WrapError("the model was unwrapped with remove(): this optimizer is of no use")
-        current = self._ddp.finish_grad_sync()
+        """Wait for the gradients; return the masters' ones."""
+        current = self.ddp.finish_grad_sync()
         if current != self._round:
             self._round = current
-            for shard in self._shards.values():
-                shard.give_grads()
-            if self._ddp.config.check_for_nan:
+            for shard in self.shards.values():
+                shard.take_grads()
+            if self.ddp.config.check_for_nan:
                 self._check_for_nan()
-        return [
-            p.grad for shard in self._shards.values() for p in shard.pieces if p.grad is not None
-        ]
+        return [m.grad for s in self.shards.values() for m in s.masters if m.grad is not None]
 
     def _check_for_nan(self) -> None:
-        names = [slot.name for bucket in self._ddp.buckets for slot in bucket.slots]
-        number = {name: index for index, name in enumerate(names)}
-        bad = torch.zeros(len(names), device=self._ddp.device)
-        for shard in self._shards.values():
-            for name, piece in zip(shard.names, shard.pieces, strict=True):
-                assert piece.grad is not None
-                bad[number[name]] = (~piece.grad.isfinite().all()).float()
-        collectives.all_reduce(bad, self._ddp.groups.dp, "the check for NaN", dist.ReduceOp.MAX)
+        names = [slot.name for bucket in self.ddp.buckets for slot in bucket.slots]
+        masters = self.masters()
+        bad = torch.zeros(len(names), device=self.ddp.device)
+        for index, name in enumerate(names):
+            if name in masters:
+                grad = masters[name].grad
+                assert grad is not None
+                bad[index] = ~grad.isfinite().all()
+        collectives.all_reduce(bad, self.ddp.groups.dp, "the check for NaN", dist.ReduceOp.MAX)
         culprits = [name for name, flag in zip(names, bad.tolist(), strict=True) if flag]
         if culprits:
             raise NonFiniteGradientError(
-                f"NaN or infinity in the reduced gradients of {', '.join(culprits)}"
+                f"NaN or infinity in the reduced gradient of {', '.join(culprits)}"
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the shards and start to gather the parameters."""
+        """Step the shards and start to gather the parameters.
+
+        Raises:
+            UnusedParameterError, NonFiniteGradientError: As the config asks for.
+            WrapError: The model was moved, cast or unwrapped.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,25 +186,53 @@ class DistributedOptimizer(Optimizer):
 
     def _step(self) -> None:
         self._finish_grads()
-        gather = self._ddp.begin_step()
-        first = gather.first()
-        rest = [bucket for bucket in gather.order if bucket not in first]
+        for bucket in self.ddp.begin_step():
+            self.shards[bucket].adopt()
+        gather = self.ddp.gather
         # The first buckets are stepped by themselves, so that their gathers travel during the rest.
-        held = {bucket: self._shards[bucket].take_grads() for bucket in rest}
-        self._step_buckets(first)
-        gather.invalidate(first)
-        gather.start()
-        for bucket, grads in held.items():
-            self._shards[bucket].put_grads(grads)
-        held = {bucket: self._shards[bucket].take_grads() for bucket in first}
-        self._step_buckets(rest)
-        gather.invalidate(rest)
-        gather.stepped()
-        for bucket, grads in held.items():
-            self._shards[bucket].put_grads(grads)
+        first = gather.first() if self._step_apart else []
+        rest = [bucket for bucket in gather.order if bucket not in first]
+        if first:
+            self._step_buckets(first, without=rest)
+            gather.start()
+        self._step_buckets(rest, without=first)
+        gather.finish_step()
 
-    def _step_buckets(self, buckets: Sequence[Bucket]) -> None:
-        if buckets:
-            self.inner.step()
+    def _step_buckets(self, buckets: Sequence[Bucket], without: Sequence[Bucket]) -> None:
+        for bucket in without:
+            self.shards[bucket].hold_grads()
+        self.inner.step()
+        for bucket in without:
+            self.shards[bucket].release_grads()
         for bucket in buckets:
-            self._shards[bucket].publish()
+            self.shards[bucket].publish()
+        self.ddp.gather.invalidate(buckets)
+
+    def publish_masters(self) -> None:
+        """Make every rank's parameters those of the masters. A collective."""
+        self.ddp.finish_param_sync()
+        for shard in self.shards.values():
+            shard.publish()
+        self.ddp.gather.invalidate(self.ddp.buckets)
+        self.ddp.gather.finish_step()
+        self.ddp.finish_param_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the optimizer, fp32 masters included; each rank saves its own.
+
+        See `overlap.checkpoint` for the form.
+        """
+        return checkpoint.save(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume, bit for bit, from the same rank's `state_dict`. A collective.
+
+        The model's trainable parameters follow from the masters; they need not be loaded before.
+
+        Raises:
+            CheckpointMismatchError: It was written at other sizes, by another rank, or for another
+                model.
+        """
+        checkpoint.load(self, state_dict)
+        self.relink()
+        self.publish_masters()

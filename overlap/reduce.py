@@ -5,11 +5,11 @@ bucket have reported on the last microbatch, the bucket is ready and its reduce-
 from that very hook, before autograd goes on to the next node.
 
 As for the gathers, there is one order, the same on every rank, and reduce-scatters are issued only
-along it: a ready bucket waits for those before it. The first guess is the order of registration
-reversed; from the second iteration on it is the order in which rank 0 saw the buckets become ready.
-In a model without branches either is the order of backward, so nobody waits. A parameter that gets
-no gradient holds its bucket, and all after it, until `finish`; buckets that were not ready in the
-first iteration are therefore put last.
+along it, after the last gather: a ready bucket waits for those before it. The first guess is the
+order of registration reversed; from the second iteration on it is the order in which rank 0 saw the
+buckets become ready. In a model without branches either is the order of backward, so nobody waits.
+A parameter that gets no gradient holds its bucket, and all after it, until `finish`; buckets that
+were not ready in the first iteration are therefore put last.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class ReduceSchedule:
                 self._issue_next()
 
     def _issue_next(self) -> None:
+        if not self._issued:
+            self._gather.issue_all()
         bucket = self.order[self._issued]
         bucket.issue_reduce()
         self._issued += 1

@@ -1,7 +1,7 @@
 """The names of every profiler range that this library writes or reads; nobody else spells them.
 
-A leaf: it imports torch and the standard library only, so that `overlap` and `megamoe` may both
-import it without importing each other.
+A leaf, so that `overlap` and `megamoe` may both import it without importing each other. It imports
+torch only when a range is opened: reading a trace should not wait for that.
 
 A label is ``kind[name]``, or ``kind`` alone where there is nothing to name:
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
-__all__ = ["Kind", "Range", "label", "name_modules", "parse", "span"]
+__all__ = ["Kind", "Range", "is_dense", "label", "name_modules", "parse", "span"]
 
 
 class Kind(str, Enum):
@@ -72,6 +72,11 @@ def parse(text: str) -> Range | None:
     return None if match is None or kind is None else Range(kind, match["name"] or "")
 
 
+def is_dense(name: str) -> bool:
+    """Return whether a collective's name is that of a bucket of dense parameters."""
+    return name.startswith("dense.")
+
+
 _NOTHING = nullcontext()
 
 
@@ -82,6 +87,8 @@ def span(kind: Kind, name: str = "") -> AbstractContextManager[object]:
     hooks may use it unconditionally. (The profiler state reaches autograd's threads with the
     thread-local state that autograd itself carries over.)
     """
+    import torch
+
     if torch.compiler.is_compiling() or not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(label(kind, name))

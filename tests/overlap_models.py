@@ -1,4 +1,4 @@
-"""Small models for the engine's tests: expert weights behind stand-in weight modules."""
+"""A small MoE language model for the engine's tests, its data, and how ranks share them."""
 
 from __future__ import annotations
 
@@ -7,116 +7,69 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-H, I, LOCAL_TOKENS, VOCAB = 16, 24, 12, 11  # noqa: E741
+from megamoe import MegaMoEConfig, MegaMoELayer
 
-
-class Weight(nn.Module):
-    """A weight module: forward returns the parameter."""
-
-    def __init__(self, shape: tuple[int, ...], expert: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.weight.allreduce = not expert
-
-    def forward(self) -> Tensor:
-        return self.weight
-
-    def backward_dw(self) -> None: ...
-
-
-class Exchange(torch.autograd.Function):
-    """All-to-all of equal parts over the expert-parallel group; its own backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return Exchange.apply(grad, ctx.group), None
-
-
-class Experts(nn.Module):
-    """Each token goes to all experts (a mean over them), spread over the expert-parallel ranks.
-
-    That keeps the routing even, so the exchange is a plain all-to-all of equal parts.
-    """
-
-    range_name = "experts"
-
-    def __init__(self, experts: int, ep_group: Any = None) -> None:
-        super().__init__()
-        self.group = ep_group
-        self.size = 1 if ep_group is None else dist.get_world_size(ep_group)
-        self.rank = 0 if ep_group is None else dist.get_rank(ep_group)
-        self.local = experts // self.size
-        self.experts = experts
-        self.fc1_weight = Weight((self.local, I, H), self.size > 1)
-        self.fc2_weight = Weight((self.local, H, I), self.size > 1)
-        mine = slice(self.rank * self.local, (self.rank + 1) * self.local)
-        with torch.no_grad():  # the same global experts whatever the size
-            self.fc1_weight.weight.copy_(torch.randn(experts, I, H)[mine] / H**0.5)
-            self.fc2_weight.weight.copy_(torch.randn(experts, H, I)[mine] / I**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        w1 = self.fc1_weight()
-        tokens = x.repeat(self.size, 1)
-        if self.size > 1:
-            tokens = Exchange.apply(tokens, self.group)
-        hidden = torch.einsum("th,gih->gti", tokens, w1)
-        w2 = self.fc2_weight()
-        out = torch.einsum("gti,ghi->th", F.silu(hidden), w2) / self.experts
-        if self.size > 1:
-            out = Exchange.apply(out, self.group)
-        return out.view(self.size, -1, H).sum(0)
+HIDDEN, VOCAB, TOKENS = 16, 11, 12  # TOKENS: of one rank and microbatch
 
 
 class Block(nn.Module):
-    def __init__(self, experts: int, ep_group: Any = None) -> None:
+    def __init__(self, ep_group: Any, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(H)
-        self.mix = nn.Linear(H, H)
-        self.experts = Experts(experts, ep_group)
+        config = MegaMoEConfig(
+            hidden_size=HIDDEN,
+            moe_ffn_hidden_size=24,
+            num_moe_experts=4,
+            moe_router_topk=2,
+            moe_aux_loss_coeff=0.0,  # it is no mean over tokens, so a full batch has another one
+        )
+        self.norm = nn.LayerNorm(HIDDEN, dtype=dtype)
+        self.mix = nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+        self.moe = MegaMoELayer(config, ep_group, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.mix(self.norm(x))
-        return x + self.experts(x)
+        return x + self.moe(x)[0]
 
 
 class Model(nn.Module):
-    """Embedding, blocks, head; a language model on random tokens."""
+    """Embedding, blocks, head: [T] tokens to [T, VOCAB] logits."""
 
-    def __init__(self, ep_group: Any = None, blocks: int = 2, experts: int = 4) -> None:
+    def __init__(
+        self, ep_group: Any = None, blocks: int = 2, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, H)
-        self.blocks = nn.ModuleList(Block(experts, ep_group) for _ in range(blocks))
-        self.head = nn.Linear(H, VOCAB, bias=False)
+        self.embed = nn.Embedding(VOCAB, HIDDEN, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(ep_group, dtype) for _ in range(blocks))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False, dtype=dtype)
+        with torch.no_grad():  # large enough that experts, and the routing, matter
+            for name, param in self.named_parameters():
+                if "experts" in name or "router" in name:
+                    param.mul_(10)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x).float()
 
 
 def batch(step: int, ranks: int, microbatch: int = 0) -> tuple[Tensor, Tensor]:
-    """The global batch of a step, [ranks * LOCAL_TOKENS] tokens and targets."""
+    """The global batch of a step: [ranks * TOKENS] tokens and as many targets."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
-    tokens = torch.randint(VOCAB, (2, ranks * LOCAL_TOKENS), generator=generator)
-    return tokens[0], tokens[1]
+    tokens, targets = torch.randint(VOCAB, (2, ranks * TOKENS), generator=generator)
+    return tokens, (tokens * 3 + targets % 2) % VOCAB
 
 
-def own_part(whole: Tensor, rank: int) -> Tensor:
-    return whole[rank * LOCAL_TOKENS : (rank + 1) * LOCAL_TOKENS]
+def own_batch(step: int, microbatch: int = 0) -> tuple[Tensor, Tensor]:
+    """This rank's part of the global batch."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    part = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    tokens, targets = batch(step, ranks, microbatch)
+    return tokens[part], targets[part]
 
 
-def global_loss(loss: Tensor) -> float:
-    """The mean of the ranks' losses."""
+def mean_over_ranks(loss: Tensor) -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

@@ -1,0 +1,260 @@
+"""What belongs to what: a collective's busy time to its parameter, a stage's work to its layer.
+
+A collective is known by the range around its issue. What it then kept busy is, on a device, the
+communication kernels launched inside that range (by correlation); on a CPU, the gloo range that
+`gloo.match` finds. A stage's busy time is, on a device, the compute kernels launched inside its
+range; on a CPU, where a range lasts as long as what is in it, the range itself without the waits
+for collectives inside it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from profiling import gloo
+from profiling.classification import Work, c10d_calls, classify, gloo_ranges, has_device_work
+from profiling.intervals import EMPTY, Intervals, subtract, union
+from profiling.launches import Launches
+from profiling.ranges import Kind, is_dense
+from profiling.spans import WAIT_OF, Span, find_spans, iteration_at, waits_for
+from profiling.trace import Trace
+
+__all__ = ["CPU", "Attribution", "Collective", "Found", "Stage", "attribute"]
+
+CPU = -1  # the "device" of a trace without one
+STAGES = (
+    Kind.STAGE1_FORWARD,
+    Kind.STAGE1_BACKWARD,
+    Kind.STAGE2_FORWARD,
+    Kind.STAGE2_BACKWARD,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One run of a stage, and when its work was being done."""
+
+    span: Span
+    iteration: int | None
+    busy: Intervals
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What the trace says about one collective.
+
+    Attributes:
+        busy: When it communicated. Empty where nothing was found.
+        device: Where; `CPU` without a device.
+        group: Ranks that took part, or None where the trace does not say.
+        group_size: How many; None likewise.
+        doubt: Why ``busy`` is not known; empty where it is, or where the recording ended first.
+    """
+
+    busy: Intervals = field(default_factory=lambda: EMPTY)
+    device: int = CPU
+    group: tuple[int, ...] | None = None
+    group_size: int | None = None
+    doubt: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """One collective of the engine on one rank.
+
+    Attributes:
+        issue: The range around its issue.
+        iteration: Number of the iteration range that the issue is in, or None.
+        ordinal: How many of this kind and name the iteration had before.
+        wait: The range in which its user waited for it, or None.
+    """
+
+    issue: Span
+    iteration: int | None
+    ordinal: int
+    wait: Span | None
+    found: Found
+
+
+@dataclass(frozen=True, eq=False)
+class Attribution:
+    """One rank's trace, understood.
+
+    Attributes:
+        compute: Device -> when anything computed there.
+        communication: Device -> when anything communicated there.
+    """
+
+    trace: Trace
+    stages: tuple[Stage, ...]
+    collectives: tuple[Collective, ...]
+    iterations: tuple[Span, ...]
+    compute: dict[int, Intervals]
+    communication: dict[int, Intervals]
+
+    @cached_property
+    def stage_busy(self) -> dict[tuple[Kind, str], Intervals]:
+        """(stage, experts) -> when any run of it was busy."""
+        parts: defaultdict[tuple[Kind, str], list[Intervals]] = defaultdict(list)
+        for stage in self.stages:
+            parts[stage.span.kind, stage.span.name].append(stage.busy)
+        joined = {key: np.concatenate(busy) for key, busy in parts.items()}
+        return {key: union(rows[:, 0], rows[:, 1]) for key, rows in joined.items()}
+
+
+def attribute(trace: Trace) -> Attribution:
+    """Return what of ``trace`` is known to belong to what."""
+    work = classify(trace)
+    spans = tuple(find_spans(trace))
+    iterations = tuple(span for span in spans if span.kind is Kind.ITERATION)
+    issues = [span for span in spans if span.kind in WAIT_OF]
+    waits = waits_for(issues, spans)
+    runs = [span for span in spans if span.kind in STAGES]
+    if has_device_work(trace):
+        launches = Launches(trace)
+        found = [_moved(trace, work, _launched(launches, issue)) for issue in issues]
+        busy = [_computed(trace, work, _launched(launches, run)) for run in runs]
+    else:
+        found = _ran(trace, issues, waits)
+        busy = [_worked(run, spans) for run in runs]
+    return Attribution(
+        trace,
+        tuple(
+            Stage(run, iteration_at(iterations, run.start), when)
+            for run, when in zip(runs, busy, strict=True)
+        ),
+        tuple(_collectives(iterations, issues, waits, found)),
+        iterations,
+        _by_device(trace, work == Work.COMPUTE),
+        _by_device(trace, work == Work.COMMUNICATION),
+    )
+
+
+def _by_device(trace: Trace, chosen: npt.NDArray[np.bool_]) -> dict[int, Intervals]:
+    return {
+        int(device): union(trace.start[here], trace.end[here])
+        for device in np.unique(trace.device[chosen])
+        for here in [np.flatnonzero(chosen & (trace.device == device))]
+    }
+
+
+def _collectives(
+    iterations: tuple[Span, ...],
+    issues: list[Span],
+    waits: list[Span | None],
+    found: list[Found],
+) -> Iterator[Collective]:
+    ordinals: defaultdict[tuple[Kind, str, int | None], int] = defaultdict(int)
+    for issue, wait, what in zip(issues, waits, found, strict=True):
+        iteration = iteration_at(iterations, issue.start)
+        key = issue.kind, issue.name, iteration
+        yield Collective(issue, iteration, ordinals[key], wait, what)
+        ordinals[key] += 1
+
+
+# On a device
+
+
+def _launched(launches: Launches, span: Span) -> npt.NDArray[np.int64]:
+    return launches.inside(span.lane, span.start, span.end)
+
+
+def _computed(
+    trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.int64]
+) -> Intervals:
+    events = launched[work[launched] == Work.COMPUTE]
+    return union(trace.start[events], trace.end[events])
+
+
+def _moved(trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.int64]) -> Found:
+    """Return what a collective kept busy, from what its issue launched."""
+    events = launched[work[launched] == Work.COMMUNICATION]
+    if not len(events):
+        events = launched[work[launched] == Work.COPY]  # the copy engines can gather, too
+    if not len(events):
+        return Found()
+    details = [trace.details[event] for event in events.tolist() if event in trace.details]
+    groups = {detail.group_ranks for detail in details}
+    sizes = {detail.group_size for detail in details}
+    return Found(
+        union(trace.start[events], trace.end[events]),
+        int(trace.device[events[0]]),
+        groups.pop() if len(groups) == 1 else None,
+        sizes.pop() if len(sizes) == 1 else None,
+    )
+
+
+# On a CPU
+
+
+def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
+    """Return when a stage's thread was at it: the range without waits for our collectives."""
+    waits = [span for span in spans if span.kind in WAIT_OF.values() and span.lane == run.lane]
+    waited = union(
+        np.array([wait.start for wait in waits], np.int64),
+        np.array([wait.end for wait in waits], np.int64),
+    )
+    return subtract(np.array([[run.start, run.end]], np.int64), waited)
+
+
+def _ran(trace: Trace, issues: list[Span], waits: list[Span | None]) -> list[Found]:
+    """Return for each issue the gloo range that carried it out."""
+    calls: list[gloo.Call] = []
+    owners: list[int | None] = []
+    for event in c10d_calls(trace).tolist():
+        operations = gloo.OPERATIONS.get(trace.names[trace.name[event]])
+        if operations is None:
+            continue
+        start = int(trace.start[event])
+        owner = _owner(issues, int(trace.lane[event]), start)
+        wait = None if owner is None else waits[owner]
+        deadline = None if wait is None else wait.end
+        group = "" if owner is None else f"dense {is_dense(issues[owner].name)}"
+        calls.append(gloo.Call(start, deadline, operations, _sizes(trace, event), group))
+        owners.append(owner)
+    runs = [
+        gloo.Run(
+            int(trace.start[event]),
+            int(trace.end[event]),
+            trace.names[trace.name[event]],
+            _sizes(trace, event),
+        )
+        for event in gloo_ranges(trace).tolist()
+    ]
+    found = [Found()] * len(issues)
+    for owner, call, result in zip(owners, calls, gloo.match(calls, runs), strict=True):
+        if owner is None:
+            continue
+        if result.run is None:
+            found[owner] = Found(doubt=result.doubt)
+            continue
+        run = runs[result.run]
+        busy = np.array([[run.start, run.end]], np.int64)
+        found[owner] = Found(busy, group_size=_group_size(call.sizes))
+    return found
+
+
+def _owner(issues: list[Span], lane: int, at: int) -> int | None:
+    """Return which issue's range the thread was in."""
+    for index, issue in enumerate(issues):
+        if issue.lane == lane and issue.start <= at < issue.end:
+            return index
+    return None
+
+
+def _group_size(sizes: frozenset[int]) -> int | None:
+    """Return over how many ranks a gather or reduce-scatter of these tensors goes."""
+    if len(sizes) != 2 or not min(sizes):
+        return None
+    return max(sizes) // min(sizes)
+
+
+def _sizes(trace: Trace, event: int) -> frozenset[int]:
+    details = trace.details.get(event)
+    return details.sizes if details is not None else frozenset()

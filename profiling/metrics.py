@@ -1,0 +1,111 @@
+"""The figures of one collective: hidden, exposed, wait. DESIGN's formulas, in nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from profiling.attribution import CPU, Attribution, Collective
+from profiling.intervals import EMPTY, Intervals, intersect, subtract, total
+from profiling.peers import Transfers
+from profiling.ranges import Kind
+from profiling.spans import Span
+
+__all__ = ["Occurrence", "exposed_communication", "measure"]
+
+AT_ONCE = 50_000  # ns; compute that starts this soon after a collective had waited for it
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """One collective on one rank, measured against one stage. Times in nanoseconds.
+
+    Attributes:
+        duration: How long it took on this rank.
+        transfer: How long it took without waiting for late ranks; ``duration`` if not known.
+        hidden: How much of the transfer the stage was busy in.
+        exposed: How much of the transfer nothing computed in.
+        wait: How long compute stood still until it ended.
+        peers: Whether a peer's trace says how long the transfer was.
+    """
+
+    rank: int | None
+    iteration: int | None
+    name: str
+    duration: int
+    transfer: int
+    hidden: int
+    exposed: int
+    wait: int
+    peers: bool
+
+    @property
+    def share(self) -> float:
+        """How much of the transfer was hidden, 0 to 1."""
+        return self.hidden / self.transfer
+
+
+def measure(
+    rank: Attribution, collective: Collective, stage: tuple[Kind, str], transfers: Transfers
+) -> Occurrence:
+    """Return the figures of ``collective``, which must have been found in the trace."""
+    found = collective.found
+    assert len(found.busy), "measure() of a collective that was not found"
+    transfer, peers = transfers.of(rank.trace.rank, collective)
+    compute = rank.compute.get(found.device, EMPTY)
+    return Occurrence(
+        rank=rank.trace.rank,
+        iteration=collective.iteration,
+        name=collective.issue.name,
+        duration=total(found.busy),
+        transfer=total(transfer),
+        hidden=total(intersect(transfer, rank.stage_busy.get(stage, EMPTY))),
+        exposed=total(subtract(transfer, compute)),
+        wait=_wait_of_thread(collective) if found.device == CPU else _gap(found.busy, compute),
+        peers=peers,
+    )
+
+
+def _wait_of_thread(collective: Collective) -> int:
+    """Return how long the thread that needed the result waited for the collective's end."""
+    if collective.wait is None:
+        return 0
+    end = min(int(collective.found.busy[-1, 1]), collective.wait.end)
+    return max(0, end - collective.wait.start)
+
+
+def _gap(busy: Intervals, compute: Intervals) -> int:
+    """Return how long a device computed nothing until the collective ended, then went on."""
+    end = int(busy[-1, 1])
+    following = int(np.searchsorted(compute[:, 0], end))
+    if not 0 < following < len(compute) or compute[following, 0] - end > AT_ONCE:
+        return 0
+    return max(0, end - int(compute[following - 1, 1]))
+
+
+def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]]:
+    """Return for each rank and iteration how long it communicated and did not compute, in ms.
+
+    Everything that communicates counts, a stage's own exchanges as well, and so does waiting for
+    a late rank. An iteration in which nothing ran (the one that the recorder opened last) is left
+    out; a rank whose trace has no iteration ranges has an empty list.
+    """
+    return {
+        rank.trace.label: [
+            sum(total(subtract(here, rank.compute.get(device, EMPTY))) for device, here in parts)
+            / 1e6
+            for span in rank.iterations
+            for parts in [_during(span, rank.communication)]
+            if _during(span, rank.compute) or parts
+        ]
+        for rank in ranks
+    }
+
+
+def _during(span: Span, work: dict[int, Intervals]) -> list[tuple[int, Intervals]]:
+    """Return the part of ``work`` inside ``span``, for the devices that have any."""
+    window = np.array([[span.start, span.end]], np.int64)
+    parts = [(device, intersect(when, window)) for device, when in work.items()]
+    return [(device, when) for device, when in parts if len(when)]
