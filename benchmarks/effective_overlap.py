@@ -2,11 +2,11 @@
 
     PYTHONPATH=. python benchmarks/effective_overlap.py [--ctas 4 8 16 32] [--rounds 9]
 
-A copy kernel of c CTAs (96 KB of shared memory each, so that each owns its SM) on a
-high-priority stream stands in for the gather of w2 beside stage 1 forward, and for the
+A copy kernel of c CTAs on a high-priority stream, each on an SM of its own (shared memory sees to
+that) and paced together to the rate that NCCL reached with as many CTAs, stands in for the gather of w2 beside stage 1 forward, and for the
 reduce-scatter of dW2 beside stage 1 backward; `engine` is a copy from pinned host memory, which the
 copy engine does without an SM. The copy is issued before the stage, as the engine does. It takes
-about half the stage's time.
+about `--share` of the stage's time.
 
     effective = (T_serial - T_together) / T_copy
 
@@ -23,18 +23,31 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from benchmarks.stages import SHAPES, Inputs, in_turn
 from megamoe import mega_moe_stage1
 from megamoe.backends.triton import add_sm_budget
 
 
+# GB/s that NCCL's all-gather between two H200 reached with that many CTAs (docs/kernels.md).
+NCCL_RATE = {4: 77.0, 8: 154.0, 16: 247.0, 32: 290.0}
+_PART = 1 << 19  # bytes between two looks at the clock
+
+
 @triton.jit
-def _copy(source, target, size, CTAS: tl.constexpr, BLOCK: tl.constexpr):
-    # Pipelined through 96 KB of shared memory: no product fits on the same SM.
-    for first in tl.range(tl.program_id(0) * BLOCK, size, CTAS * BLOCK, num_stages=4):
-        at = first + tl.arange(0, BLOCK)
-        tl.store(target + at, tl.load(source + at))
+def _copy(source, target, parts, part_ns, CTAS: tl.constexpr, PART: tl.constexpr):
+    """Copy ``parts`` parts of PART int32, each CTA one part per ``part_ns``."""
+    begin = globaltimer()
+    done = 0
+    for part in range(tl.program_id(0), parts, CTAS):
+        # Pipelined through shared memory, so that no product fits on the same SM.
+        for first in tl.range(0, PART, 8192, num_stages=4):
+            at = part.to(tl.int64) * PART + first + tl.arange(0, 8192)
+            tl.store(target + at, tl.load(source + at))
+        done += 1
+        while globaltimer() - begin < done * part_ns:
+            pass
 
 
 def stage1(inputs: Inputs, backend: str) -> dict[str, Callable[[], object]]:
@@ -75,13 +88,13 @@ def _copy_of(ctas: int, num_bytes: int) -> Callable[[], None]:
             device.copy_(host, non_blocking=True)
 
         return by_engine
-    block = 8192
-    size = num_bytes // 4 // block * block
-    source: Tensor = torch.randint(0, 9, (size,), dtype=torch.int32, device="cuda")
+    parts = max(num_bytes // _PART, 1)
+    source: Tensor = torch.randint(0, 9, (parts * _PART // 4,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
+    part_ns = int(_PART * ctas / NCCL_RATE[ctas])
 
     def by_kernel() -> None:
-        _copy[(ctas,)](source, target, size, CTAS=ctas, BLOCK=block, num_warps=16)
+        _copy[(ctas,)](source, target, parts, part_ns, CTAS=ctas, PART=_PART // 4, num_warps=16)
 
     return by_kernel
 
@@ -119,8 +132,11 @@ def in_turn_with(stage: Callable[[], object], copy: Callable[[], None]) -> Calla
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ctas", nargs="+", type=int, default=[4, 8, 16, 32, 0])
+    parser.add_argument(
+        "--ctas", nargs="+", type=int, choices=[*NCCL_RATE, 0], default=[*NCCL_RATE, 0]
+    )
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--share", type=float, default=0.75, help="copy time / stage time")
     parser.add_argument("--shape", choices=SHAPES, default="dsv3")
     args = parser.parse_args()
     inputs = Inputs(SHAPES[args.shape])
@@ -137,7 +153,7 @@ def main() -> None:
         names = ("reference", "no budget", "budget c", "budget 2c")
         print(f"{'copy':>8}{'alone':>8}{'serial':>8}" + "".join(f"{n:>16}" for n in names))
         for ctas in args.ctas:
-            copy = copies(ctas, alone["triton"] / 2)
+            copy = copies(ctas, alone["triton"] * args.share)
             shared = together(ours, copy)
             variants: dict[str, Callable[[], object]] = {
                 "copy": copy,

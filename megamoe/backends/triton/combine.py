@@ -1,8 +1,8 @@
 """Between tokens and expert rows: the gather to rows, and the gather-and-sum back.
 
 Where a product can gather its own operand it does; dW1 cannot at full speed (measured), so x is
-gathered for it here, and dropped with the call. On the way back each token sums its own rows in the order of its slots, in fp32: no atomics, so the same bits in
-every run, and every row is read once.
+gathered for it here, and dropped with the call. On the way back each token sums its own rows in the
+order of its slots, in fp32: no atomics, so the same bits in every run, and every row is read once.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ __all__ = ["combine", "gather_rows", "slot_values"]
 
 @triton.jit
 def _gather_rows(
-    tokens_ptr, row_token_ptr, rows_used_ptr, out_ptr, WIDTH, token_stride, COLS: tl.constexpr
-):
-    row = tl.program_id(0)
-    if row < tl.load(rows_used_ptr):
-        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-        token = tl.load(row_token_ptr + row)
-        source = row_pointer(tokens_ptr, token, token_stride) + col
-        value = tl.load(source, mask=(token >= 0) & (col < WIDTH), other=0.0)
-        tl.store(out_ptr + row.to(tl.int64) * WIDTH + col, value, mask=col < WIDTH)
+    tokens_ptr, row_token_ptr, rows_used_ptr, out_ptr, WIDTH, token_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    used = row < tl.load(rows_used_ptr)
+    if tl.program_id(0) * ROWS < tl.load(rows_used_ptr):
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+        token = tl.load(row_token_ptr + row, mask=used, other=-1)
+        source = row_pointer(tokens_ptr, token, token_stride)[:, None] + col
+        value = tl.load(source, mask=(token >= 0)[:, None] & (col < WIDTH), other=0.0)
+        out = row_pointer(out_ptr, row, WIDTH)[:, None] + col
+        tl.store(out, value, mask=used[:, None] & (col < WIDTH))
 
 
 @triton.jit
 def _combine(
-    rows_ptr, slot_row_ptr, slot_weight_ptr, out_ptr, WIDTH, row_stride,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, COLS: tl.constexpr,
+    rows_ptr, slot_row_ptr, slot_weight_ptr, out_ptr, num_tokens, WIDTH, row_stride,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = col < WIDTH
-    total = tl.zeros([COLS], tl.float32)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    inside = (token < num_tokens)[:, None] & (col < WIDTH)
+    total = tl.zeros([TOKENS, COLS], tl.float32)
     for k in tl.static_range(TOP_K):
         slot = token.to(tl.int64) * TOP_K + k
-        row = tl.load(slot_row_ptr + slot)
+        row = tl.load(slot_row_ptr + slot, mask=token < num_tokens, other=-1)
         held = row >= 0
-        value = tl.load(
-            row_pointer(rows_ptr, row, row_stride) + col, mask=inside & held, other=0.0
-        ).to(tl.float32)
+        source = row_pointer(rows_ptr, row, row_stride)[:, None] + col
+        value = tl.load(source, mask=inside & held[:, None], other=0.0).to(tl.float32)
         if WEIGHTED:
-            value *= tl.load(slot_weight_ptr + slot)
+            # Masked too: a dropped slot may carry any weight, and 0 * NaN is NaN.
+            value *= tl.load(slot_weight_ptr + slot, mask=held, other=0.0)[:, None]
         total += value
-    out = out_ptr + token.to(tl.int64) * WIDTH + col
+    out = row_pointer(out_ptr, token, WIDTH)[:, None] + col
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -71,8 +74,9 @@ def gather_rows(
     if not num_rows:
         return out
     cols = min(2048, triton.next_power_of_2(width))
-    _gather_rows[(num_rows, triton.cdiv(width, cols))](
-        tokens, row_token, starts[-1:], out, width, tokens.stride(0), COLS=cols
+    rows = 2048 // cols
+    _gather_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, cols))](
+        tokens, row_token, starts[-1:], out, width, tokens.stride(0), ROWS=rows, COLS=cols
     )
     return out
 
@@ -89,9 +93,10 @@ def combine(
     if not tokens:
         return out
     cols = min(2048, triton.next_power_of_2(width))
-    _combine[(tokens, triton.cdiv(width, cols))](
-        rows, slot_row, rows if slot_weight is None else slot_weight, out, width, rows.stride(0),
-        TOP_K=top_k, WEIGHTED=slot_weight is not None, COLS=cols,
+    block = 2048 // cols
+    _combine[(triton.cdiv(tokens, block), triton.cdiv(width, cols))](
+        rows, slot_row, rows if slot_weight is None else slot_weight, out, tokens, width,
+        rows.stride(0), TOP_K=top_k, WEIGHTED=slot_weight is not None, TOKENS=block, COLS=cols,
     )  # fmt: skip
     return out
 

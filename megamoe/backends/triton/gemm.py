@@ -35,15 +35,15 @@ def _tile_order(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _batch(index, tiles):
-    """Return (first, end, step) of the tiles of one draw: four in the first three quarters, or one.
+def _draw(index, tiles):
+    """Return (first, end, step) of the tiles of one draw: four, or one in the last rounds.
 
-    Between two draws the pipeline drains; single tiles at the end keep the finish even. The tiles
-    of a draw lie one grid apart, so that at any time the programs work side by side, as in a static
-    schedule, and share what they load through the L2.
+    Between two draws the pipeline drains; the single tiles at the end keep the finish even. The
+    tiles of a draw lie one grid apart, so that at any time the programs work side by side, as in a
+    static schedule, and share what they load through the L2.
     """
     grid = tl.num_programs(0)
-    fours = tiles * 3 // (16 * grid) * grid  # draws of four
+    fours = tl.maximum(tiles - 4 * grid, 0) // (4 * grid) * grid  # draws of four
     single = index >= fours
     first = tl.where(single, 3 * fours + index, index // grid * (4 * grid) + index % grid)
     return first, first + tl.where(single, 1, 3 * grid + 1), grid
@@ -88,7 +88,7 @@ def _rows_tile(
 
 @triton.jit
 def _rows_by_weight(
-    a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_batch_ptr,
+    a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_draw_ptr,
     N, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -100,16 +100,16 @@ def _rows_by_weight(
     tiles = m_tiles * n_tiles
     # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
-        batch = tl.atomic_add(next_batch_ptr, 1)
-        first, end, step = _batch(batch, tiles)
+        draw = tl.atomic_add(next_draw_ptr, 1)
+        first, end, step = _draw(draw, tiles)
         while first < tiles:
-            batch = tl.atomic_add(next_batch_ptr, 1)
+            draw = tl.atomic_add(next_draw_ptr, 1)
             for tile in tl.range(first, end, step, flatten=True):
                 _rows_tile(
                     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
                     a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
                 )  # fmt: skip
-            first, end, step = _batch(batch, tiles)
+            first, end, step = _draw(draw, tiles)
     else:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _rows_tile(
@@ -162,31 +162,31 @@ def _weight_tile(
 
 @triton.jit
 def _weight_grad(
-    a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_batch_ptr, EXPERTS, M, N,
+    a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_draw_ptr, EXPERTS, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     GATHER: tl.constexpr, EVEN_M: tl.constexpr, ACCUMULATE: tl.constexpr,
     DYNAMIC: tl.constexpr,
 ):  # fmt: skip
     """c[e] (+)= a[rows of e, or their tokens].T @ b[rows of e], [M, N].
 
-    The rows of an expert are summed up to the tile that holds its last one. What follows is padding:
-    masked where it is gathered, zero where it is read.
+    The rows of an expert are summed up to the tile that holds its last one. What follows is
+    padding: masked where it is gathered, zero where it is read.
     """
     m_tiles = tl.cdiv(M, BLOCK_M)
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = EXPERTS * m_tiles * n_tiles
     # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
-        batch = tl.atomic_add(next_batch_ptr, 1)
-        first, end, step = _batch(batch, tiles)
+        draw = tl.atomic_add(next_draw_ptr, 1)
+        first, end, step = _draw(draw, tiles)
         while first < tiles:
-            batch = tl.atomic_add(next_batch_ptr, 1)
+            draw = tl.atomic_add(next_draw_ptr, 1)
             for tile in tl.range(first, end, step, flatten=True):
                 _weight_tile(
                     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr,
                     M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
                 )  # fmt: skip
-            first, end, step = _batch(batch, tiles)
+            first, end, step = _draw(draw, tiles)
     else:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _weight_tile(
@@ -210,7 +210,7 @@ def rows_by_weight(
     All operands are dense with 16-byte rows; products accumulate in fp32 and round once.
     """
     rows = tables.row_token.shape[0]
-    experts, n, k = weight.shape
+    n, k = weight.shape[1:]
     if not transposed:
         n, k = k, n
     out = a.new_empty(rows, n)
@@ -267,6 +267,6 @@ def weight_grad(
 
 
 def _counter(grid: Grid, like: torch.Tensor) -> torch.Tensor:
-    """Return the batch counter of one launch; a static grid does not read it."""
+    """Return the draw counter of one launch; a static grid does not read it."""
     make = torch.zeros if grid.dynamic else torch.empty
     return make(1, dtype=torch.int32, device=like.device)

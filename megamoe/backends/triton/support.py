@@ -21,7 +21,9 @@ def unsupported(device: torch.device, dtype: torch.dtype, group: Group) -> str |
         return "needs all experts on one rank: expert parallelism is not written; use 'reference'"
     if device.type != "cuda":
         if _INTERPRETED and device.type == "cpu":
-            return None
+            if dtype == torch.float32:
+                return None
+            return f"computes in torch.float32 under Triton's interpreter, the tokens are {dtype}"
         return f"needs a CUDA device, the tokens are on {device}; move them or use 'reference'"
     major, minor = torch.cuda.get_device_capability(device)
     if major != _HOPPER:
