@@ -19,6 +19,7 @@ from overlap.config import OverlapConfig
 from overlap.errors import ModelMismatchError, WrapError
 from overlap.gather import GatherSchedule
 from overlap.groups import ProcessGroups
+from overlap.guard import GuardedParameters
 from overlap.layout import BucketLayout, ParamSpec, digest, plan_buckets
 from overlap.plan import BucketPlan, Plan
 from overlap.reduce import ReduceSchedule
@@ -87,6 +88,15 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    # A wrapped model is saved and loaded like the bare one, without a "module." in its names. This
+    # rank's experts only are in it: every expert-parallel rank saves its own.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
 
     def take_waited_ms(self) -> float:
         """Return how many milliseconds this rank's compute stood still for the engine's
@@ -165,16 +175,14 @@ class DistributedDataParallel(nn.Module):
                 param.register_post_accumulate_grad_hook(_grad_hook(self.reduce, slot))
             )
         for module in self.module.modules():
-            own = [slots[p] for p in module.parameters(recurse=False) if p in slots]
-            if own or module is self.module:
+            # Read raw: tied parameters once per name, and without waiting.
+            names = {n: slots[p] for n, p in module._parameters.items() if p in slots}
+            if names or module is self.module:
+                hook = _forward_hook(self.gather, module, list(names.values()))
                 # First in line: other pre-hooks (weight norm, say) read the weights.
-                self._handles += [
-                    module.register_forward_pre_hook(
-                        _forward_hook(self.gather, module, own), prepend=True
-                    ),
-                    module.register_state_dict_pre_hook(_sync_hook(self.gather)),
-                    module.register_load_state_dict_pre_hook(_sync_hook(self.gather)),
-                ]
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            if names:
+                module._parameters = GuardedParameters(module._parameters, self.gather, names)
         guard = _registration_guard(weakref.WeakSet(self.module.modules()))
         self._handles.append(module_hooks.register_module_parameter_registration_hook(guard))
         self._handles.append(module_hooks.register_module_module_registration_hook(guard))
@@ -192,6 +200,8 @@ class DistributedDataParallel(nn.Module):
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+            for module in self.module.modules():
+                module._parameters = dict(module._parameters)
             for bucket in self.buckets:
                 for slot in bucket.slots:
                     slot.param.data = slot.param.data.clone()
@@ -233,8 +243,6 @@ class DistributedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none`` is torch's argument, and always meant here."""
         self.reduce.reset()
-        for param in self.module.parameters():
-            param.grad = None
 
     def begin_step(self) -> list[Bucket]:
         """Get ready for the optimizer to write its shards.
@@ -372,17 +380,6 @@ def _forward_hook(
             schedule.before_forward(own, buckets)
 
     return gather
-
-
-def _sync_hook(schedule: GatherSchedule) -> Callable[..., None]:
-    reference = weakref.ref(schedule)
-
-    def finish(*_: Any) -> None:
-        schedule = reference()
-        if schedule is not None:
-            schedule.finish()
-
-    return finish
 
 
 def _grad_hook(schedule: ReduceSchedule, slot: Slot) -> Callable[[Tensor], None]:

@@ -6,6 +6,7 @@ A check that cannot tell says so: INCONCLUSIVE is never success.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +23,8 @@ __all__ = ["BUILT_IN", "Check", "Report", "Row", "Verdict", "check"]
 
 THRESHOLD = 0.9
 FEWEST = 2  # occurrences; one alone decides nothing
-STRAGGLER = 5.0  # times its siblings' median: an occurrence that waited for a late rank
+STRAGGLER = 5.0  # times the siblings' median
+LONG = "far longer than the others, as when a rank is late"
 
 
 class Verdict(str, Enum):
@@ -86,7 +88,7 @@ class Row:
         spread: Lowest and highest share of a single occurrence.
         exposed_ms, wait_ms: Mean of an occurrence.
         occurrences: What was measured, over all ranks and iterations.
-        set_aside: Occurrences that only a late rank explains; not in the figures.
+        set_aside: Reason -> how many occurrences it keeps out of the figures.
         finding: One sentence: why the verdict is what it is, or what to know about it.
     """
 
@@ -98,7 +100,7 @@ class Row:
     exposed_ms: float | None
     wait_ms: float | None
     occurrences: int
-    set_aside: int
+    set_aside: dict[str, int]
     finding: str
 
 
@@ -204,7 +206,7 @@ def _judge(
         for rank, collective in issued
         if len(collective.found.busy)
     ]
-    kept, aside = _without_stragglers(measured)
+    kept, aside = _set_aside(measured)
     transfer = sum(one.transfer for one in kept)
     hidden = sum(one.hidden for one in kept) / transfer if kept else None
     verdict, finding = _verdict(which, layer, ranks, issued, kept, hidden, threshold)
@@ -227,14 +229,18 @@ def _mean_ms(times: Iterable[int]) -> float | None:
     return statistics.fmean(values) / 1e6 if values else None
 
 
-def _without_stragglers(measured: list[Occurrence]) -> tuple[list[Occurrence], int]:
-    """Set aside what lasted far longer than its siblings, where no peer says how long it took."""
-    alone = [one.duration for one in measured if not one.peers]
-    if len(alone) <= FEWEST:
-        return measured, 0
-    longest = STRAGGLER * statistics.median(alone)
-    kept = [one for one in measured if one.peers or one.duration <= longest]
-    return kept, len(measured) - len(kept)
+def _set_aside(measured: list[Occurrence]) -> tuple[list[Occurrence], dict[str, int]]:
+    """Return the occurrences that speak about the schedule, and why how many others do not."""
+    aside = Counter(one.aside for one in measured if one.aside)
+    kept = [one for one in measured if not one.aside]
+    alone = [one.transfer for one in kept if not one.peers]
+    if len(alone) > FEWEST:
+        longest = STRAGGLER * statistics.median(alone)
+        usual = [one for one in kept if one.peers or one.transfer <= longest]
+        if len(usual) < len(kept):
+            aside[LONG] = len(kept) - len(usual)
+        kept = usual
+    return kept, dict(aside)
 
 
 def _verdict(

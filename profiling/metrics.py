@@ -1,4 +1,9 @@
-"""The figures of one collective: hidden, exposed, wait. DESIGN's formulas, in nanoseconds."""
+"""The figures of one collective: hidden, exposed, wait.
+
+All are taken over the *transfer*: without the time spent waiting for late ranks (see `peers`), and
+on a CPU without what ran before the issuing call returned. There a woken gloo thread often takes
+the caller's core at once; a device has nothing like it, since its kernel starts after its launch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,13 @@ from profiling.peers import Transfers
 from profiling.ranges import Kind
 from profiling.spans import Span
 
-__all__ = ["Occurrence", "exposed_communication", "measure"]
+__all__ = ["IN_CALL", "LATE_PEER", "Occurrence", "exposed_communication", "measure"]
 
 AT_ONCE = 50_000  # ns; compute that starts this soon after a collective had waited for it
+
+# Why an occurrence says nothing about the schedule.
+IN_CALL = "over before the call that issued it had returned"
+LATE_PEER = "the stage was over before the last rank joined"
 
 
 @dataclass(frozen=True)
@@ -24,11 +33,12 @@ class Occurrence:
 
     Attributes:
         duration: How long it took on this rank.
-        transfer: How long it took without waiting for late ranks; ``duration`` if not known.
+        transfer: How long it took without waiting for late ranks, as far as that is known.
         hidden: How much of the transfer the stage was busy in.
         exposed: How much of the transfer nothing computed in.
         wait: How long compute stood still until it ended.
         peers: Whether a peer's trace says how long the transfer was.
+        aside: Why it says nothing about the schedule, or empty.
     """
 
     rank: int | None
@@ -40,6 +50,7 @@ class Occurrence:
     exposed: int
     wait: int
     peers: bool
+    aside: str
 
     @property
     def share(self) -> float:
@@ -54,17 +65,28 @@ def measure(
     found = collective.found
     assert len(found.busy), "measure() of a collective that was not found"
     transfer, peers = transfers.of(rank.trace.rank, collective)
+    waiting = subtract(found.busy, transfer)
+    if found.device == CPU:
+        transfer = subtract(transfer, _window(collective.issue))
     compute = rank.compute.get(found.device, EMPTY)
+    at_work = rank.stage_busy.get(stage, EMPTY)
+    hidden = total(intersect(transfer, at_work))
+    aside = ""
+    if not len(transfer):
+        aside = IN_CALL
+    elif not hidden and len(intersect(waiting, at_work)):
+        aside = LATE_PEER
     return Occurrence(
         rank=rank.trace.rank,
         iteration=collective.iteration,
         name=collective.issue.name,
         duration=total(found.busy),
         transfer=total(transfer),
-        hidden=total(intersect(transfer, rank.stage_busy.get(stage, EMPTY))),
+        hidden=hidden,
         exposed=total(subtract(transfer, compute)),
         wait=_wait_of_thread(collective) if found.device == CPU else _gap(found.busy, compute),
         peers=peers,
+        aside=aside,
     )
 
 
@@ -106,6 +128,9 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
 
 def _during(span: Span, work: dict[int, Intervals]) -> list[tuple[int, Intervals]]:
     """Return the part of ``work`` inside ``span``, for the devices that have any."""
-    window = np.array([[span.start, span.end]], np.int64)
-    parts = [(device, intersect(when, window)) for device, when in work.items()]
+    parts = [(device, intersect(when, _window(span))) for device, when in work.items()]
     return [(device, when) for device, when in parts if len(when)]
+
+
+def _window(span: Span) -> Intervals:
+    return np.array([[span.start, span.end]], np.int64)

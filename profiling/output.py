@@ -62,11 +62,7 @@ def _row(row: Row) -> list[str]:
         f"{_ms(row.wait_ms):>11}{row.occurrences:>5}  {row.verdict.value}"
     )
     remarks = [row.finding] if row.finding else []
-    if row.set_aside:
-        remarks.append(
-            f"set aside: {row.set_aside} that lasted far longer than the others, as when one rank "
-            "is late"
-        )
+    remarks += [f"set aside: {count}, {reason}" for reason, count in row.set_aside.items()]
     return [line, *(part for remark in remarks for part in _wrap(remark, "    "))]
 
 

@@ -118,9 +118,7 @@ def record(
         with_stack=with_stack,
     ) as profiler:
         if not dist.is_initialized():  # otherwise torch writes it, with the process groups
-            profiler.preset_metadata_json(
-                "distributedInfo", json.dumps({"rank": 0, "world_size": 1})
-            )
+            profiler.preset_metadata_json("distributedInfo", '{"rank": 0, "world_size": 1}')
         recorder = Recorder(profiler, wait + warmup + active)
         try:
             yield recorder
