@@ -3,15 +3,16 @@
     PYTHONPATH=. python benchmarks/effective_overlap.py [--ctas 4 8 16 32] [--rounds 9]
 
 A copy kernel of c CTAs on a high-priority stream, each on an SM of its own (shared memory sees to
-that) and paced together to the rate that NCCL reached with as many CTAs, stands in for the gather of w2 beside stage 1 forward, and for the
-reduce-scatter of dW2 beside stage 1 backward; `engine` is a copy from pinned host memory, which the
-copy engine does without an SM. The copy is issued before the stage, as the engine does. It takes
-about `--share` of the stage's time.
+that) and together paced to the rate that NCCL reached with as many CTAs, stands in for the gather
+of w2 beside stage 1 forward, and for the reduce-scatter of dW2 beside stage 1 backward; `engine` is
+a copy from pinned host memory, which the copy engine does without an SM. The copy is issued before
+the stage, as the engine does. It takes about `--share` of the stage's time.
 
     effective = (T_serial - T_together) / T_copy
 
-T_serial is stage and copy one after the other on the same stream. Variants: the reference backend,
-ours without a budget, ours with a budget of c SMs and of 2 c. DeepSeek-V3 shape per rank.
+T_serial is stage and copy one after the other on the same stream. A copy that owns c of n SMs for
+its whole time cannot do better than about 1 - c / n beside a product that uses them all. Variants:
+the reference backend, ours without a budget, ours with a budget of c SMs and of 2 c.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from benchmarks.stages import SHAPES, Inputs, in_turn
 from megamoe import mega_moe_stage1
 from megamoe.backends.triton import add_sm_budget
 
-
 # GB/s that NCCL's all-gather between two H200 reached with that many CTAs (docs/kernels.md).
 NCCL_RATE = {4: 77.0, 8: 154.0, 16: 247.0, 32: 290.0}
 _PART = 1 << 19  # bytes between two looks at the clock
@@ -39,13 +39,13 @@ _PART = 1 << 19  # bytes between two looks at the clock
 def _copy(source, target, parts, part_ns, CTAS: tl.constexpr, PART: tl.constexpr):
     """Copy ``parts`` parts of PART int32, each CTA one part per ``part_ns``."""
     begin = globaltimer()
-    done = 0
+    done = 0  # enumerate() is not Triton
     for part in range(tl.program_id(0), parts, CTAS):
         # Pipelined through shared memory, so that no product fits on the same SM.
         for first in tl.range(0, PART, 8192, num_stages=4):
             at = part.to(tl.int64) * PART + first + tl.arange(0, 8192)
             tl.store(target + at, tl.load(source + at))
-        done += 1
+        done += 1  # noqa: SIM113
         while globaltimer() - begin < done * part_ns:
             pass
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.backends import get_backend
+from megamoe.backends import check_backend
 from megamoe.errors import ConfigError
 from megamoe.stages import fused_mega_moe, mega_moe_stage1, mega_moe_stage2
 from megamoe.weight import MegaMoEWeightModule, init_normal_
@@ -50,7 +50,7 @@ class MegaMoEExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        get_backend(backend)
+        check_backend(backend)
         ranks, rank = 1, 0
         if ep_group is not None:
             ranks, rank = dist.get_world_size(ep_group), dist.get_rank(ep_group)

@@ -7,17 +7,21 @@ their inputs. A module is imported when it is first asked for.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.errors import UnknownBackendError
 
-__all__ = ["BACKENDS", "Backend", "Group", "get_backend"]
+__all__ = ["AUTO", "BACKENDS", "Backend", "Group", "check_backend", "get_backend", "select_backend"]
 
 Group = dist.ProcessGroup | None
+
+AUTO = "auto"
 
 BACKENDS = {
     "reference": "megamoe.backends.reference",
@@ -86,14 +90,58 @@ class Backend(Protocol):
 
 
 _loaded: dict[str, Backend] = {}
+_announced: set[str] = set()
+_log = logging.getLogger("megamoe")
+
+
+def check_backend(name: str) -> None:
+    """Raise UnknownBackendError unless ``name`` is a backend or "auto"; import what it names.
+
+    A region that torch.compile traces cannot import, so whoever builds a layer calls this.
+    """
+    if name == AUTO:
+        get_backend("reference")
+        _triton_or_reason()
+    else:
+        get_backend(name)
 
 
 def get_backend(name: str) -> Backend:
     """Return the backend of that name, or raise UnknownBackendError with the valid names."""
-    if name not in _loaded:  # a compiled region finds it here, where building the layer put it
+    if name not in _loaded:
         if name not in BACKENDS:
             raise UnknownBackendError(
-                f"backend {name!r} is unknown; the backends are {sorted(BACKENDS)}"
+                f"backend {name!r} is unknown; the backends are {sorted((*BACKENDS, AUTO))}"
             )
         _loaded[name] = cast(Backend, import_module(BACKENDS[name]))
     return _loaded[name]
+
+
+def select_backend(name: str, x: Tensor, hidden: int, ffn: int, group: Group) -> Backend:
+    """Return the named backend. "auto" is triton where it can run, else the reference; which one,
+    and why not triton, goes to the log ("megamoe", level INFO) once.
+
+    Raises UnknownBackendError.
+    """
+    if name != AUTO:
+        return get_backend(name)
+    found = _triton_or_reason()
+    reason = found if isinstance(found, str) else found.unsupported(x, hidden, ffn, group)
+    if reason is None:
+        _say("backend 'auto': triton")
+        return get_backend("triton")
+    _say(f"backend 'auto': reference, because triton {reason}")
+    return get_backend("reference")
+
+
+def _triton_or_reason() -> Any:
+    try:
+        return get_backend("triton")
+    except ImportError as error:
+        return f"is not installed ({error})"
+
+
+def _say(text: str) -> None:
+    if text not in _announced and not torch.compiler.is_compiling():
+        _announced.add(text)
+        _log.info(text)

@@ -17,7 +17,7 @@ from megamoe.backends.triton.stages import (
     stage2_backward,
     stage2_forward,
 )
-from megamoe.backends.triton.support import check_stage1
+from megamoe.backends.triton.support import check_stage1, unsupported
 
 __all__ = [
     "add_sm_budget",
@@ -26,4 +26,5 @@ __all__ = [
     "stage1_forward",
     "stage2_backward",
     "stage2_forward",
+    "unsupported",
 ]

@@ -117,7 +117,7 @@ def swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (grad of l1 [P, 2I], grad of row_weight [P] fp32).
 
-    ``grad_act`` is left holding routing weight * act, which the gradient of the second weight needs.
+    ``grad_act`` is left holding routing weight * act: what the gradient of the second weight needs.
     """
     num_rows, width = grad_act.shape
     grad_l1 = torch.empty_like(l1)

@@ -183,8 +183,8 @@ def _weight_grad(
             draw = tl.atomic_add(next_draw_ptr, 1)
             for tile in tl.range(first, end, step, flatten=True):
                 _weight_tile(
-                    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr,
-                    M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
+                    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr,
+                    starts_ptr, M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
                 )  # fmt: skip
             first, end, step = _draw(draw, tiles)
     else:

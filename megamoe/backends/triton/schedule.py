@@ -1,10 +1,11 @@
 """How many programs a persistent kernel gets, and how they share the tiles.
 
-A product that fills the chip and a collective that needs a few SMs run one after the other, whatever
-the timeline shows. So whoever runs collectives may register a budget: a callable that says, at every
-launch, how many SMs they need right now. While that is 0 a kernel takes every SM and strides over
-its tiles; otherwise it leaves that many SMs free and its programs draw tiles from a counter, because
-a collective may still hold up any one of them. The results are the same bits either way.
+A product that fills the chip and a collective that needs a few SMs run one after the other,
+whatever the timeline shows. So whoever runs collectives may register a budget: a callable that
+says, at every launch, how many SMs they need right now. While that is 0 a kernel takes every SM and
+strides over its tiles; otherwise it leaves that many SMs free and its programs draw tiles from a
+counter, because a collective may still hold up any one of them. The results are the same bits
+either way.
 
 The budget is read when a kernel is launched. In a CUDA graph it is therefore fixed at capture: with
 overlap, capture while the budget reports what the replay will need.

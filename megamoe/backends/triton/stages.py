@@ -90,6 +90,7 @@ def _weight_grad(
     """
     if getattr(weight, "grad_added_to_main_grad", None) is None:
         return ops.weight_grad(tokens, rows, tables, tokens_first)
-    ops.add_weight_grad(weight.main_grad, tokens, rows, tables, tokens_first)
+    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    ops.add_weight_grad(main_grad, tokens, rows, tables, tokens_first)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)

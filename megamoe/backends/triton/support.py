@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 
 from megamoe.backends import Group
-from megamoe.errors import BackendUnavailableError, InputError
+from megamoe.errors import BackendUnavailableError
 
 __all__ = ["check_stage1", "unsupported"]
 
@@ -15,43 +16,37 @@ _HOPPER = 9  # major compute capability
 _INTERPRETED = triton.knobs.runtime.interpret  # the kernels were decorated for the interpreter
 
 
-def unsupported(device: torch.device, dtype: torch.dtype, group: Group) -> str | None:
-    """Return why the backend cannot run there, as the rest of "backend triton ...", or None."""
-    if group is not None:
-        return "needs all experts on one rank: expert parallelism is not written; use 'reference'"
-    if device.type != "cuda":
-        if _INTERPRETED and device.type == "cpu":
-            if dtype == torch.float32:
-                return None
-            return f"computes in torch.float32 under Triton's interpreter, the tokens are {dtype}"
-        return f"needs a CUDA device, the tokens are on {device}; move them or use 'reference'"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != _HOPPER:
-        name = torch.cuda.get_device_name(device)
-        return (
-            f"is written for compute capability {_HOPPER}.x, {name} has {major}.{minor}; "
-            "use 'reference'"
-        )
-    if dtype != torch.bfloat16:
-        return (
-            f"computes in torch.bfloat16, the tokens are {dtype}; convert them or use 'reference'"
-        )
+def unsupported(x: Tensor, hidden: int, ffn: int, group: Group) -> str | None:
+    """Return why these tokens cannot run here, as the rest of "backend triton ...", or None.
+
+    Reads no tensor.
+    """
+    if group is not None and dist.get_world_size(group) > 1:
+        return "needs all experts on one rank: expert parallelism is not written"
+    if x.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(x.device)
+        if major != _HOPPER:
+            return f"is written for compute capability {_HOPPER}.x, {x.device} has {major}.{minor}"
+        wanted = torch.bfloat16
+    elif _INTERPRETED and x.device.type == "cpu":
+        wanted = torch.float32
+    else:
+        return f"needs a CUDA device, the tokens are on {x.device}"
+    if x.dtype != wanted:
+        return f"computes in {wanted} there, the tokens are {x.dtype}"
+    lanes = 16 // x.element_size()
+    for name, size in (("hidden size", hidden), ("expert width", ffn)):
+        if size % lanes:
+            return f"needs rows of a multiple of 16 bytes, {lanes} elements; the {name} is {size}"
     return None
 
 
 def check_stage1(x: Tensor, topk_idx: Tensor, w1: Tensor, group: Group) -> None:
-    """Raise BackendUnavailableError or InputError; reads no tensor, so an id is not checked here.
+    """Raise BackendUnavailableError; reads no tensor, so an id is not checked here.
 
-    An id past the last expert stops the device with an assertion that says so, and torch reports it
-    at the next synchronisation.
+    An id past the last expert stops the device with an assertion that says so, and torch reports
+    it at the next synchronisation.
     """
-    reason = unsupported(x.device, x.dtype, group)
+    reason = unsupported(x, w1.shape[2], w1.shape[1] // 2, group)
     if reason is not None:
-        raise BackendUnavailableError(f"backend 'triton' {reason}")
-    lanes = 16 // x.element_size()
-    for name, size in (("hidden size", w1.shape[2]), ("expert width", w1.shape[1] // 2)):
-        if size % lanes:
-            raise InputError(
-                f"the {name} is {size}; backend 'triton' needs a multiple of {lanes} in {x.dtype} "
-                "(rows of a multiple of 16 bytes): pad it or use 'reference'"
-            )
+        raise BackendUnavailableError(f"backend 'triton' {reason}; use 'reference'")

@@ -1,12 +1,13 @@
-"""Routing tables, built on the device: which row of the expert-major layout each (token, k) slot owns.
+"""Routing tables, built on the device: the row of the expert-major layout that each slot owns.
 
 Every expert owns a run of rows that starts at a multiple of ``ROW_ALIGN``; inside the run the rows
 follow slot order (slot = token * K + k), so the layout - and with it every sum over rows - is the
-same in every run. Rows between an expert's last slot and its run's end are padding: ``row_token`` is
--1 and the routing weight 0 there. Rows past the last run are never touched.
+same in every run. Rows between an expert's last slot and its run's end are padding: ``row_token``
+is -1 and the routing weight 0 there. Rows past the last run are never touched.
 
 Three launches build the tables without the host seeing a single count: a histogram per block of
-slots, one prefix program over blocks and experts, and a scatter. Buffers have their worst-case size.
+slots, one prefix program over blocks and experts, and a scatter. Buffers have their worst-case
+size.
 """
 
 from __future__ import annotations

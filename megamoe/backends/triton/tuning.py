@@ -1,8 +1,8 @@
-"""How each product is cut into tiles: a small stated set of candidates, measured once, kept on disk.
+"""How each product is cut into tiles: a stated set of candidates, measured once, kept on disk.
 
-A launch only ever looks its shape up: in the table that `tune` wrote, else in the defaults. It never
-measures, so no step synchronises or depends on timing noise, and a run is reproduced by keeping the
-file. No choice changes a result: every candidate sums in the same order.
+A launch only ever looks its shape up: in the table that `tune` wrote, else in the defaults. It
+never measures, so no step synchronises or depends on timing noise, and a run is reproduced by
+keeping the file. No choice changes a result: every candidate sums in the same order.
 
 The file is JSON, one per GPU model and Triton version, in $MEGAMOE_CACHE_DIR, else in megamoe under
 $XDG_CACHE_HOME, else in ~/.cache/megamoe.
@@ -60,7 +60,8 @@ class Shape:
 
     @property
     def key(self) -> str:
-        return f"{self.product}/m{self.m}/n{self.n}/k{self.k}/g{self.experts}/r{self.rows}/{self.dtype}"
+        sizes = f"m{self.m}/n{self.n}/k{self.k}/g{self.experts}/r{self.rows}"
+        return f"{self.product}/{sizes}/{self.dtype}"
 
 
 _LARGE = TileConfig()
