@@ -8,6 +8,7 @@ their inputs. A module is imported when it is first asked for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,16 @@ from torch import Tensor
 
 from megamoe.errors import UnknownBackendError
 
-__all__ = ["AUTO", "BACKENDS", "Backend", "Group", "check_backend", "get_backend", "select_backend"]
+__all__ = [
+    "AUTO",
+    "BACKENDS",
+    "Backend",
+    "Group",
+    "check_backend",
+    "get_backend",
+    "get_fused_router",
+    "select_backend",
+]
 
 Group = dist.ProcessGroup | None
 
@@ -132,6 +142,18 @@ def select_backend(name: str, x: Tensor, hidden: int, ffn: int, group: Group) ->
         return get_backend("triton")
     _say(f"backend 'auto': reference, because triton {reason}")
     return get_backend("reference")
+
+
+def get_fused_router(
+    name: str,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None:
+    """Return what computes a router from its logits on in one kernel, or None.
+
+    It takes (logits, config, balance) and returns None for logits that it cannot take; otherwise
+    (ids [T, K], weights [T, K], score sums [E], tokens [E]), the last two over all tokens.
+    """
+    found = _triton_or_reason() if name in (AUTO, "triton") else ""
+    return None if isinstance(found, str) else found.fused_router
 
 
 def _triton_or_reason() -> Any:

@@ -12,6 +12,7 @@ the last run hold whatever the allocation held.
 
 from megamoe.backends.triton.schedule import add_sm_budget
 from megamoe.backends.triton.stages import (
+    fused_router,
     stage1_backward,
     stage1_forward,
     stage2_backward,
@@ -22,6 +23,7 @@ from megamoe.backends.triton.support import check_stage1, unsupported
 __all__ = [
     "add_sm_budget",
     "check_stage1",
+    "fused_router",
     "stage1_backward",
     "stage1_forward",
     "stage2_backward",

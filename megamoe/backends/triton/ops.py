@@ -7,11 +7,13 @@
     megamoe::weight_grad         dW1 or dW2
     megamoe::add_weight_grad     the same, added to an existing fp32 gradient
     megamoe::slot_values         a value per row, brought back to [T, K]
+    megamoe::route               ids, weights and balance sums of router logits; differentiable
+    megamoe::route_backward      its gradient
 
 Tables travel as one list, in the order of `RoutingTables`. Operands may have any strides; they are
-made dense here, which copies only what is not. The operators have no autograd formula: they are
-called from inside the autograd nodes of `megamoe.functions`. They are registered for CUDA, and for
-the CPU for Triton's interpreter.
+made dense here, which copies only what is not. Those of the stages have no autograd formula: they
+are called from inside the autograd nodes of `megamoe.functions`. All are registered for CUDA, and
+for the CPU for Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 from megamoe.backends.triton.activation import swiglu, swiglu_backward
 from megamoe.backends.triton.combine import combine, gather_rows, slot_values
 from megamoe.backends.triton.gemm import rows_by_weight, weight_grad
+from megamoe.backends.triton.router import route, route_backward
 from megamoe.backends.triton.schedule import grid_for
 from megamoe.backends.triton.tables import ROW_ALIGN, RoutingTables, build_tables, max_rows
 from megamoe.backends.triton.tuning import Shape, TileConfig, choose
@@ -191,6 +194,92 @@ def _slot_values(values: Tensor, slot_row: Tensor) -> Tensor:
 @_fake("slot_values")
 def _(values: Tensor, slot_row: Tensor) -> Tensor:
     return values.new_empty(slot_row.shape)
+
+
+@_op(
+    "route(Tensor logits, int top_k, bool sigmoid, bool pre_softmax, int groups, int group_topk,"
+    " float scaling, bool balance) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _route(
+    logits: Tensor,
+    top_k: int,
+    sigmoid: bool,
+    pre_softmax: bool,
+    groups: int,
+    group_topk: int,
+    scaling: float,
+    balance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return route(
+        logits.contiguous(),
+        top_k,
+        sigmoid=sigmoid,
+        pre_softmax=pre_softmax,
+        groups=groups,
+        group_topk=group_topk,
+        scaling=scaling,
+        balance=balance,
+    )
+
+
+@_fake("route")
+def _(logits: Tensor, top_k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, experts = logits.shape
+    return (
+        logits.new_empty(tokens, top_k, dtype=torch.int64),
+        logits.new_empty(tokens, top_k),
+        logits.new_empty(experts),
+        logits.new_empty(experts),
+    )
+
+
+@_op(
+    "route_backward(Tensor d_weights, Tensor d_sums, Tensor logits, Tensor ids, bool sigmoid,"
+    " bool pre_softmax, float scaling, bool balance) -> Tensor"
+)
+def _route_backward(
+    d_weights: Tensor,
+    d_sums: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    sigmoid: bool,
+    pre_softmax: bool,
+    scaling: float,
+    balance: bool,
+) -> Tensor:
+    return route_backward(
+        d_weights.contiguous(),
+        d_sums.contiguous(),
+        logits.contiguous(),
+        ids,
+        sigmoid=sigmoid,
+        pre_softmax=pre_softmax,
+        scaling=scaling,
+        balance=balance,
+    )
+
+
+@_fake("route_backward")
+def _(d_weights: Tensor, d_sums: Tensor, logits: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _keep_for_route_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, _, sigmoid, pre_softmax, _, _, scaling, balance = inputs
+    ctx.save_for_backward(logits, output[0])
+    ctx.options = sigmoid, pre_softmax, scaling, balance
+
+
+def _d_route(
+    ctx: Any, d_ids: Tensor, d_weights: Tensor, d_sums: Tensor, d_counts: Tensor
+) -> tuple[Tensor | None, ...]:
+    logits, ids = ctx.saved_tensors
+    return ops.route_backward(d_weights, d_sums, logits, ids, *ctx.options), *(None,) * 7
+
+
+torch.library.register_autograd(
+    "megamoe::route", _d_route, setup_context=_keep_for_route_backward, lib=_LIBRARY
+)
 
 
 def dense(tensor: Tensor) -> Tensor:

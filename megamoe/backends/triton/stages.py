@@ -10,9 +10,12 @@ from torch import Tensor
 
 from megamoe.backends import Group
 from megamoe.backends.triton.ops import ops
+from megamoe.backends.triton.router import routable
+from megamoe.backends.triton.support import runs_on
 from megamoe.backends.triton.tables import RoutingTables
+from megamoe.config import MegaMoEConfig
 
-__all__ = ["stage1_backward", "stage1_forward", "stage2_backward", "stage2_forward"]
+__all__ = ["fused_router", "stage1_backward", "stage1_forward", "stage2_backward", "stage2_forward"]
 
 
 def stage1_forward(
@@ -77,6 +80,34 @@ def stage1_backward(
     if needs_weights:
         d_weights = ops.slot_values(d_dispatch_weights, RoutingTables(*handle).slot_row)
     return dx, d_weights, dw1
+
+
+def fused_router(
+    logits: Tensor, config: MegaMoEConfig, balance: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Return (ids, weights, score sums, tokens per expert), or None where the kernel does not fit.
+
+    It does for fp32 logits on a device that runs the kernels, with expert and group counts that
+    are powers of two if there are groups. Ties go to the lower id.
+    """
+    groups, group_topk = config.moe_router_num_groups, config.moe_router_group_topk
+    if groups is None or group_topk is None:
+        groups = group_topk = 1
+    if not (runs_on(logits.device) and logits.dtype == torch.float32):
+        return None
+    if not routable(logits.shape[1], groups):
+        return None
+    scaling = config.moe_router_topk_scaling_factor
+    return ops.route(
+        logits,
+        config.moe_router_topk,
+        config.moe_router_score_function == "sigmoid",
+        config.moe_router_pre_softmax,
+        groups,
+        group_topk,
+        1.0 if scaling is None else scaling,
+        balance,
+    )
 
 
 def _weight_grad(

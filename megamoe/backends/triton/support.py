@@ -10,10 +10,17 @@ from torch import Tensor
 from megamoe.backends import Group
 from megamoe.errors import BackendUnavailableError
 
-__all__ = ["check_stage1", "unsupported"]
+__all__ = ["check_stage1", "runs_on", "unsupported"]
 
 _HOPPER = 9  # major compute capability
 _INTERPRETED = triton.knobs.runtime.interpret  # the kernels were decorated for the interpreter
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels run on this device: a Hopper GPU, or the CPU if they are interpreted."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return _INTERPRETED and device.type == "cpu"
 
 
 def unsupported(x: Tensor, hidden: int, ffn: int, group: Group) -> str | None:
