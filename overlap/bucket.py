@@ -177,7 +177,14 @@ class Bucket:
             view.copy_(slot.param.detach())
             slot.param.data = view
             slot.param.grad = None
+            slot.param.main_grad = slot.grad  # type: ignore[attr-defined]
             slot.version = slot.param._version
+
+    def detach(self) -> None:
+        """Give the parameters memory of their own again."""
+        for slot in self.slots:
+            slot.param.data = slot.param.data.clone()
+            del slot.param.main_grad  # type: ignore[attr-defined]
 
     # Parameters
 

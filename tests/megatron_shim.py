@@ -23,6 +23,20 @@ def _cpu(device: Any) -> Any:
     return CPU if isinstance(device, (str, torch.device)) and "cuda" in str(device) else device
 
 
+def _on_cpu(make: Any) -> Any:
+    def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return make(*args, device=_cpu(device), **kwargs)
+
+    return on_cpu
+
+
+def _cuda_type(tensor: Tensor) -> str:
+    return f"torch.cuda.{type_of(tensor).removeprefix('torch.')}"
+
+
+type_of = Tensor.type
+
+
 class CudaMeansCpu(TorchFunctionMode):
     """Sends what is asked of "cuda" to the CPU."""
 
@@ -33,7 +47,7 @@ class CudaMeansCpu(TorchFunctionMode):
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
+            return _cuda_type(args[0])
         if func is Tensor.to:
             args = tuple(_cpu(argument) for argument in args)
         return func(*args, **kwargs)
@@ -49,8 +63,12 @@ class _Idle:
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """Run Megatron-core without a GPU inside this block."""
+def on_cpu(intercept: bool = True) -> Iterator[None]:
+    """Run Megatron-core without a GPU inside this block.
+
+    ``intercept=False`` is for benchmarks: not every call of torch is intercepted, which costs time,
+    but the few that a training step makes are replaced.
+    """
     answers: dict[str, Any] = {
         "current_device": lambda: CPU,
         "current_stream": lambda *_: _Idle(),
@@ -64,7 +82,13 @@ def on_cpu() -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        stack.enter_context(CudaMeansCpu())
+        if intercept:
+            stack.enter_context(CudaMeansCpu())
+        else:
+            for name in ("zeros", "tensor"):
+                make = _on_cpu(getattr(torch, name))
+                stack.enter_context(mock.patch.object(torch, name, make))
+            stack.enter_context(mock.patch.object(Tensor, "type", _cuda_type))
         yield
 
 
