@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe import backends, fused_mega_moe, mega_moe_stage1, mega_moe_stage2
+from megamoe import MegaMoEExperts, backends, fused_mega_moe, mega_moe_stage1, mega_moe_stage2
 from megamoe.errors import BackendUnavailableError
 from tests import oracle
 from tests.triton_cases import DEVICE, DTYPE, ON_GPU, Case, assert_close, make_case, poison
@@ -176,6 +176,28 @@ def test_sm_budgets_add_up_and_are_read_at_every_launch() -> None:
         grid_for(device)
     removes.pop()()
     assert grid_for(device) == (total, False)
+
+
+def test_layers_share_one_budget() -> None:
+    from megamoe.backends.triton.schedule import grid_for, multiprocessors
+
+    device = torch.device(DEVICE)
+    total = multiprocessors(device)
+    layers = [MegaMoEExperts(8, 8, 2, backend=name) for name in ("triton", "auto", "reference")]
+
+    def budget() -> int:
+        return 2
+
+    for layer in layers:
+        layer.set_sm_budget(budget)
+    assert grid_for(device).programs == total - 2
+    layers[0].set_sm_budget(None)
+    assert grid_for(device).programs == total - 2
+    layers[1].set_sm_budget(lambda: 1)
+    assert grid_for(device).programs == total - 1
+    for layer in layers:
+        layer.set_sm_budget(None)
+    assert grid_for(device).programs == total
 
 
 def test_main_grad_takes_the_gradient_in_fp32() -> None:

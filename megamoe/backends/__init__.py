@@ -27,6 +27,7 @@ __all__ = [
     "get_backend",
     "get_fused_router",
     "select_backend",
+    "sm_budget_adder",
 ]
 
 Group = dist.ProcessGroup | None
@@ -154,6 +155,12 @@ def get_fused_router(
     """
     found = _triton_or_reason() if name in (AUTO, "triton") else ""
     return None if isinstance(found, str) else found.fused_router
+
+
+def sm_budget_adder(name: str) -> Callable[[Callable[[], int]], Callable[[], None]]:
+    """Return what registers an SM budget with the backend and returns how to take it back."""
+    found = _triton_or_reason() if name in (AUTO, "triton") else ""
+    return (lambda budget: lambda: None) if isinstance(found, str) else found.add_sm_budget
 
 
 def _triton_or_reason() -> Any:

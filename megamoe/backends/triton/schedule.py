@@ -14,6 +14,7 @@ overlap, capture while the budget reports what the replay will need.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ __all__ = ["Grid", "add_sm_budget", "grid_for", "multiprocessors"]
 
 Budget = Callable[[], int]
 
-_budgets: dict[object, Budget] = {}
+_budgets: Counter[Budget] = Counter()  # how many layers were handed each
 _thread = threading.local()
 
 
@@ -37,11 +38,20 @@ class Grid(NamedTuple):
 def add_sm_budget(budget: Budget) -> Callable[[], None]:
     """Ask ``budget()`` for the SMs to leave free at every launch; return what takes it back.
 
-    Several budgets add up: all collectives of this process share the one device.
+    Different budgets add up, since all collectives of this process share the one device. The same
+    one, handed to every layer, counts once, until each has taken it back.
     """
-    key = object()
-    _budgets[key] = budget
-    return lambda: _budgets.pop(key, None) and None
+    _budgets[budget] += 1
+
+    def remove() -> None:
+        if not removed:
+            removed.append(True)
+            _budgets[budget] -= 1
+            if not _budgets[budget]:
+                del _budgets[budget]
+
+    removed: list[bool] = []
+    return remove
 
 
 def grid_for(device: torch.device) -> Grid:
@@ -55,7 +65,7 @@ def grid_for(device: torch.device) -> Grid:
         torch.zeros((), device=device)
         _thread.has_context = True
     total = multiprocessors(device)
-    reserved = sum(budget() for budget in _budgets.values())
+    reserved = sum(budget() for budget in _budgets)
     if not 0 <= reserved < total:
         raise ValueError(
             f"the SM budget asks for {reserved} SMs of {total}; it must be at least 0 and leave one"
