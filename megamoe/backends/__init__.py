@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.errors import UnknownBackendError
+from megamoe.errors import BackendUnavailableError, UnknownBackendError
 
 __all__ = [
     "AUTO",
@@ -118,13 +118,23 @@ def check_backend(name: str) -> None:
 
 
 def get_backend(name: str) -> Backend:
-    """Return the backend of that name, or raise UnknownBackendError with the valid names."""
+    """Return the backend of that name.
+
+    Raises UnknownBackendError with the valid names, BackendUnavailableError where what it is built
+    on is not installed.
+    """
     if name not in _loaded:
         if name not in BACKENDS:
             raise UnknownBackendError(
                 f"backend {name!r} is unknown; the backends are {sorted((*BACKENDS, AUTO))}"
             )
-        _loaded[name] = cast(Backend, import_module(BACKENDS[name]))
+        try:
+            module = import_module(BACKENDS[name])
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"backend {name!r} cannot be imported ({error}); 'triton' needs Triton 3.4 or later"
+            ) from error
+        _loaded[name] = cast(Backend, module)
     return _loaded[name]
 
 
@@ -166,8 +176,8 @@ def sm_budget_adder(name: str) -> Callable[[Callable[[], int]], Callable[[], Non
 def _triton_or_reason() -> Any:
     try:
         return get_backend("triton")
-    except ImportError as error:
-        return f"is not installed ({error})"
+    except BackendUnavailableError as error:
+        return f"is missing: {error}"
 
 
 def _say(text: str) -> None:
