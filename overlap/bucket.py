@@ -28,6 +28,7 @@ from overlap.collectives import InFlight
 from overlap.errors import GradientOrderError, OverlapError, StaleParameterError
 from overlap.layout import BucketLayout, Member
 from overlap.streams import Streams
+from overlap.waiting import WaitClock
 from profiling import ranges
 from profiling.ranges import Kind
 
@@ -134,6 +135,7 @@ class Bucket:
         grads: Tensor,
         group: dist.ProcessGroup,
         streams: Streams,
+        clock: WaitClock,
         *,
         reduce_dtype: torch.dtype,
         scale: float,
@@ -153,6 +155,7 @@ class Bucket:
         self.grad_state = GradState.ACCUMULATING
         self._reduce_dtype = reduce_dtype
         self._streams = streams
+        self._clock = clock
         self._stepped = self.ready = streams.mark()
         self._grad_stream: Any = streams.current()
         self._gather: InFlight | None = None
@@ -174,7 +177,14 @@ class Bucket:
             view.copy_(slot.param.detach())
             slot.param.data = view
             slot.param.grad = None
+            slot.param.main_grad = slot.grad  # type: ignore[attr-defined]
             slot.version = slot.param._version
+
+    def detach(self) -> None:
+        """Give the parameters memory of their own again."""
+        for slot in self.slots:
+            slot.param.data = slot.param.data.clone()
+            del slot.param.main_grad  # type: ignore[attr-defined]
 
     # Parameters
 
@@ -206,7 +216,7 @@ class Bucket:
             return
         if self._gather is not None:
             with ranges.span(Kind.PARAM_WAIT, self.name):
-                self._gather.wait()
+                self._clock.around(self._gather.wait)
             self._gather = None
         self._move_params(ParamState.READY)
         self.ready = self._streams.mark()
@@ -278,7 +288,7 @@ class Bucket:
             return
         if self._reduce is not None:
             with ranges.span(Kind.GRAD_WAIT, self.name):
-                self._reduce.wait()
+                self._clock.around(self._reduce.wait)
             shard = self._reduce.tensors[0]
             if shard.dtype != self.grad_shard.dtype:
                 self.grad_shard.copy_(shard)

@@ -57,13 +57,17 @@ class OverlapConfig:
     """Look for NaN and infinity in the reduced gradients (one small all-reduce and one wait of
     the host per step) and name the parameters that hold them."""
 
+    measure_waits: bool = False
+    """Let `DistributedDataParallel.take_waited_ms` tell how long compute stood still."""
+
     def __post_init__(self) -> None:
         if self.prefetch_depth < 0:
             raise ValueError(f"prefetch_depth must be 0 or more, got {self.prefetch_depth}")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
-        for name, dtype in (("grad_dtype", self.grad_dtype), ("reduce_dtype", self.reduce_dtype)):
-            if dtype not in (*_REDUCIBLE, None):
+        reduce_dtype = self.grad_dtype if self.reduce_dtype is None else self.reduce_dtype
+        for name, dtype in (("grad_dtype", self.grad_dtype), ("reduce_dtype", reduce_dtype)):
+            if dtype not in _REDUCIBLE:
                 raise ValueError(f"{name} must be torch.float32 or torch.bfloat16, got {dtype}")
         for name, value, choices in (
             ("grad_reduction", self.grad_reduction, ("average", "sum")),

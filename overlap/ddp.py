@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 
-from overlap import collectives
-from overlap.bucket import Bucket, Slot
+from overlap import collectives, parameters
+from overlap.bucket import Bucket
 from overlap.buffer import FlatBuffer
 from overlap.config import OverlapConfig
 from overlap.errors import ModelMismatchError, WrapError
 from overlap.gather import GatherSchedule
 from overlap.groups import ProcessGroups
+from overlap.hooks import Hooks
 from overlap.layout import BucketLayout, ParamSpec, digest, plan_buckets
 from overlap.plan import BucketPlan, Plan
 from overlap.reduce import ReduceSchedule
 from overlap.streams import Streams
+from overlap.waiting import WaitClock
 from profiling import ranges
 
 __all__ = ["DistributedDataParallel"]
-
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class DistributedDataParallel(nn.Module):
@@ -58,14 +56,14 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.config = config or OverlapConfig()
         self.groups = groups or ProcessGroups.build()
-        self._handles: list[Any] = []
-        trainable = _trainable(module)
-        self.device = next(iter(trainable.values())).device
-        specs = _specs(module, trainable)
+        params = parameters.trainable(module)
+        specs = parameters.describe(module, params)
+        self.device = next(iter(params.values())).device
         self._check_same_model(specs)
-        self.buckets = self._make_buckets(specs, trainable)
-        self._equalise()
+        self._clock = WaitClock(self.device, enabled=self.config.measure_waits)
         streams = Streams(self.device)
+        self.buckets = self._make_buckets(specs, params, streams)
+        self._equalise()
         self.gather = GatherSchedule(
             self.buckets,
             streams,
@@ -80,11 +78,29 @@ class DistributedDataParallel(nn.Module):
             serialize=self.config.serialize,
             zero_unused=self.config.unused_parameters == "zero",
         )
-        self._attach()
+        self._hooks = Hooks(module, self.buckets, self.gather, self.reduce)
         ranges.name_modules(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    # A wrapped model is saved and loaded like the bare one, without a "module." in its names. This
+    # rank's experts only are in it: every expert-parallel rank saves its own.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def take_waited_ms(self) -> float:
+        """Return how many milliseconds this rank's compute stood still for the engine's
+        collectives since the last call (on a GPU the host waits for the figure).
+
+        Raises:
+            RuntimeError: OverlapConfig.measure_waits is off.
+        """
+        return self._clock.take_ms()
 
     # Construction
 
@@ -101,7 +117,7 @@ class DistributedDataParallel(nn.Module):
             )
 
     def _make_buckets(
-        self, specs: list[ParamSpec], trainable: dict[str, nn.Parameter]
+        self, specs: list[ParamSpec], trainable: dict[str, nn.Parameter], streams: Streams
     ) -> tuple[Bucket, ...]:
         config = self.config
         dp_size = dist.get_world_size(self.groups.dp)
@@ -124,7 +140,8 @@ class DistributedDataParallel(nn.Module):
                 params[layout],
                 bucket_grads,
                 self.groups.edp if layout.expert else self.groups.dp,
-                Streams(self.device),
+                streams,
+                self._clock,
                 reduce_dtype=config.reduce_dtype or config.grad_dtype,
                 scale=1 / dp_size if config.grad_reduction == "average" else 1.0,
             )
@@ -140,53 +157,26 @@ class DistributedDataParallel(nn.Module):
             collectives.broadcast(bucket.params, bucket.group, f"the first copy of {bucket.name}")
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if not tensor.requires_grad:
-                group = self.groups.edp if _is_expert(tensor) else self.groups.dp
+                group = self.groups.edp if parameters.is_expert(tensor) else self.groups.dp
                 collectives.broadcast(tensor.detach(), group, f"the first copy of {name}")
-
-    # Hooks
-
-    def _attach(self) -> None:
-        slots = {slot.param: slot for bucket in self.buckets for slot in bucket.slots}
-        for param, slot in slots.items():
-            param.main_grad = slot.grad  # type: ignore[attr-defined]
-            self._handles.append(
-                param.register_post_accumulate_grad_hook(_grad_hook(self.reduce, slot))
-            )
-        for module in self.module.modules():
-            own = [slots[p] for p in module.parameters(recurse=False) if p in slots]
-            if own or module is self.module:
-                # First in line: other pre-hooks (weight norm, say) read the weights.
-                self._handles += [
-                    module.register_forward_pre_hook(
-                        _forward_hook(self.gather, module, own), prepend=True
-                    ),
-                    module.register_state_dict_pre_hook(_sync_hook(self.gather)),
-                    module.register_load_state_dict_pre_hook(_sync_hook(self.gather)),
-                ]
-        guard = _registration_guard(weakref.WeakSet(self.module.modules()))
-        self._handles.append(module_hooks.register_module_parameter_registration_hook(guard))
-        self._handles.append(module_hooks.register_module_module_registration_hook(guard))
 
     def remove(self) -> None:
         """Give the model back as it was, with today's weights: no hooks, parameters of their own.
 
-        A collective (it finishes what is gathered). Calling it again does nothing.
+        A collective (it finishes what is under way). Calling it again does nothing.
         """
-        if not self._handles:
+        if not self._hooks.attached:
             return
         try:
             self.finish_param_sync()
+            self.reduce.reset()
         finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            self._hooks.remove()
             for bucket in self.buckets:
-                for slot in bucket.slots:
-                    slot.param.data = slot.param.data.clone()
-                    del slot.param.main_grad  # type: ignore[attr-defined]
+                bucket.detach()
 
     def _check_attached(self) -> None:
-        if not self._handles:
+        if not self._hooks.attached:
             raise WrapError("the model was unwrapped with remove(): wrap it again to train it")
 
     # Running
@@ -221,8 +211,6 @@ class DistributedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients; ``set_to_none`` is torch's argument, and always meant here."""
         self.reduce.reset()
-        for param in self.module.parameters():
-            param.grad = None
 
     def begin_step(self) -> list[Bucket]:
         """Get ready for the optimizer to write its shards.
@@ -290,109 +278,3 @@ class DistributedDataParallel(nn.Module):
                 )
             )
         return Plan(tuple(rows), tuple(b.name for b in self.reduce.order), not self.gather.learning)
-
-
-def _is_expert(param: Tensor) -> bool:
-    """Megatron's mark of a parameter that is not replicated over all data-parallel ranks."""
-    return getattr(param, "allreduce", True) is False
-
-
-def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, checked; tied ones once, under their first name."""
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not found:
-        raise WrapError("the model has no trainable parameter")
-    device = next(iter(found.values())).device
-    for name, param in found.items():
-        if hasattr(param, "main_grad"):
-            raise WrapError(
-                f"{name} belongs to a wrapped model already (it has a main_grad); call remove() "
-                "on the first wrapper before wrapping again"
-            )
-        if param.dtype not in _DTYPES:
-            raise WrapError(f"{name} is {param.dtype}; trainable parameters are fp32 or bf16")
-        if param.device != device or param.is_meta:
-            raise WrapError(f"{name} is on {param.device}; all parameters must be on one device")
-    return found
-
-
-def _specs(module: nn.Module, trainable: dict[str, nn.Parameter]) -> list[ParamSpec]:
-    weight_modules = {path for path, child in module.named_modules() if _is_weight_module(child)}
-    specs = []
-    for name, param in trainable.items():
-        owner = name.rpartition(".")[0]
-        specs.append(
-            ParamSpec(
-                name=name,
-                shape=tuple(param.shape),
-                dtype=param.dtype,
-                expert=_is_expert(param),
-                weight_module=owner if owner in weight_modules else None,
-            )
-        )
-    return specs
-
-
-def _is_weight_module(module: nn.Module) -> bool:
-    """A leaf that holds one parameter and speaks Megatron's delayed-weight-gradient protocol, as
-    the expert weight modules of `megamoe` do (which this package does not import)."""
-    return (
-        callable(getattr(module, "backward_dw", None))
-        and not any(True for _ in module.children())
-        and sum(1 for _ in module.parameters(recurse=False)) == 1
-    )
-
-
-# Hooks are held by the model, which may outlive the wrapper: they refer to the engine weakly.
-
-
-def _forward_hook(
-    schedule: GatherSchedule, module: nn.Module, slots: list[Slot]
-) -> Callable[..., None]:
-    reference, owner = weakref.ref(schedule), weakref.ref(module)
-    own = tuple(slots)
-    buckets = tuple(dict.fromkeys(slot.bucket for slot in own))
-
-    def gather(module: nn.Module, args: Any) -> None:
-        schedule = reference()
-        # A deep copy of the model carries this hook too, and has weights of its own.
-        if schedule is not None and module is owner():
-            schedule.before_forward(own, buckets)
-
-    return gather
-
-
-def _sync_hook(schedule: GatherSchedule) -> Callable[..., None]:
-    reference = weakref.ref(schedule)
-
-    def finish(*_: Any) -> None:
-        schedule = reference()
-        if schedule is not None:
-            schedule.finish()
-
-    return finish
-
-
-def _grad_hook(schedule: ReduceSchedule, slot: Slot) -> Callable[[Tensor], None]:
-    reference = weakref.ref(schedule)
-
-    def reduce(param: Tensor) -> None:
-        schedule = reference()
-        if schedule is not None:
-            schedule.on_grad(slot)
-
-    return reduce
-
-
-def _registration_guard(modules: weakref.WeakSet[nn.Module]) -> Callable[..., None]:
-    """Refuse parameters that would join a wrapped model, directly or inside a new submodule."""
-
-    def refuse(module: nn.Module, name: str, value: nn.Module | nn.Parameter | None) -> None:
-        new = value.parameters() if isinstance(value, nn.Module) else (value,)
-        if module in modules and any(p is not None and p.requires_grad for p in new):
-            raise WrapError(
-                f"{name} was added to (or replaced in) a {type(module).__name__} of a wrapped "
-                "model: call remove(), change the model, and wrap it again"
-            )
-
-    return refuse

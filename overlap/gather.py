@@ -72,6 +72,16 @@ class GatherSchedule:
             assert bucket.param_state is ParamState.READY, (bucket.name, bucket.param_state)
             self._streams.after(bucket.ready)
 
+    def before_read(self, slot: Slot) -> None:
+        """Make one parameter safe to read outside the forward of its module."""
+        if slot.forward == self.iteration:
+            return
+        slot.forward = self.iteration
+        if slot.bucket.param_state is not ParamState.READY:
+            self._fetch(slot.bucket)
+            self._late[slot.bucket] = self.iteration
+        self._streams.after(slot.bucket.ready)
+
     def _gather_for(self, buckets: Sequence[Bucket]) -> None:
         if self._untouched:
             self._untouched = False
@@ -162,7 +172,8 @@ class GatherSchedule:
         self._first_uses = None
 
     def used_outside_forward(self, slot: Slot) -> None:
-        """A gradient of ``slot`` arrived, yet no module that owns it ran its forward.
+        """A gradient of ``slot`` arrived, yet no module that owns it ran its forward or was asked
+        for it: somebody keeps the parameter itself.
 
         In the first iteration that is a lesson: from then on its bucket is waited for before any
         forward. Later it is an error, where the parameter can have been read too early.
@@ -174,8 +185,7 @@ class GatherSchedule:
                 self._eager[bucket] = None
             return
         raise StaleParameterError(
-            f"{slot.name} was used outside the forward of its module and may have been read before "
-            "its all-gather had finished. Use it through its module in every iteration or, like "
-            "this, from the first iteration on; or call ddp.finish_param_sync() before the "
-            "forward; or set overlap_param_gather=False"
+            f"{slot.name} was used, but not through its module, and may have been read before its "
+            "all-gather had finished. Read it as an attribute of its module, or use it like this "
+            "from the first iteration on, or call ddp.finish_param_sync() before the forward"
         )

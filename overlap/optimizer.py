@@ -208,15 +208,6 @@ class DistributedOptimizer(Optimizer):
             self.shards[bucket].publish()
         self.ddp.gather.invalidate(buckets)
 
-    def publish_masters(self) -> None:
-        """Make every rank's parameters those of the masters. A collective."""
-        self.ddp.finish_param_sync()
-        for shard in self.shards.values():
-            shard.publish()
-        self.ddp.gather.invalidate(self.ddp.buckets)
-        self.ddp.gather.finish_step()
-        self.ddp.finish_param_sync()
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer, fp32 masters included; each rank saves its own.
 
@@ -233,6 +224,11 @@ class DistributedOptimizer(Optimizer):
             CheckpointMismatchError: It was written at other sizes, by another rank, or for another
                 model.
         """
+        self.ddp.finish_param_sync()  # masters may lie in the buckets that are being gathered
         checkpoint.load(self, state_dict)
         self.relink()
-        self.publish_masters()
+        for shard in self.shards.values():
+            shard.publish()
+        self.ddp.gather.invalidate(self.ddp.buckets)
+        self.ddp.gather.finish_step()
+        self.ddp.finish_param_sync()

@@ -1,0 +1,145 @@
+"""Megatron-core's DDP and distributed optimizer on the CPU, for tests and benchmarks only.
+
+Megatron-core takes a GPU for granted. Under `on_cpu` what it asks of torch.cuda is answered for the
+CPU: "cuda" as a device means the CPU, streams and events do nothing, and a tensor's ``type()`` is
+the name that a GPU tensor would have. No arithmetic is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def _cpu(device: Any) -> Any:
+    return CPU if isinstance(device, (str, torch.device)) and "cuda" in str(device) else device
+
+
+def _on_cpu(make: Any) -> Any:
+    def on_cpu(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        return make(*args, device=_cpu(device), **kwargs)
+
+    return on_cpu
+
+
+def _cuda_type(tensor: Tensor) -> str:
+    return f"torch.cuda.{type_of(tensor).removeprefix('torch.')}"
+
+
+type_of = Tensor.type
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Sends what is asked of "cuda" to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _cpu(kwargs["device"])
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return _cuda_type(args[0])
+        if func is Tensor.to:
+            args = tuple(_cpu(argument) for argument in args)
+        return func(*args, **kwargs)
+
+
+class _Idle:
+    """A stream or an event with nothing to do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@contextmanager
+def on_cpu(intercept: bool = True) -> Iterator[None]:
+    """Run Megatron-core without a GPU inside this block.
+
+    ``intercept=False`` is for benchmarks: not every call of torch is intercepted, which costs time,
+    but the few that a training step makes are replaced.
+    """
+    answers: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "current_stream": lambda *_: _Idle(),
+        "default_stream": lambda *_: _Idle(),
+        "stream": lambda *_: nullcontext(),
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "Stream": _Idle,
+        "Event": _Idle,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        if intercept:
+            stack.enter_context(CudaMeansCpu())
+        else:
+            for name in ("zeros", "tensor"):
+                make = _on_cpu(getattr(torch, name))
+                stack.enter_context(mock.patch.object(torch, name, make))
+            stack.enter_context(mock.patch.object(Tensor, "type", _cuda_type))
+        yield
+
+
+def initialize(expert_parallel_size: int) -> Any:
+    """Set Megatron's process groups up over the default one; return the expert-parallel group."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    with on_cpu():
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=expert_parallel_size,
+            expert_tensor_parallel_size=1,
+        )
+    return parallel_state.get_expert_model_parallel_group()
+
+
+def wrap(model: nn.Module, bucket_size: int | None = None, **ddp_options: Any) -> Any:
+    """Megatron's DDP around ``model``, with both overlaps on.
+
+    ``bucket_size`` is in elements; the default puts every expert weight into a bucket of its own.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+    experts = [p.numel() for p in model.parameters() if not getattr(p, "allreduce", True)]
+    options = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "use_distributed_optimizer": True,
+        "bucket_size": bucket_size or min(experts, default=None),
+        **ddp_options,
+    }
+    with on_cpu():
+        return DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1),
+            DistributedDataParallelConfig(**options),
+            model,
+        )
+
+
+def adamw(ddp: Any, **options: Any) -> Any:
+    """Megatron's distributed optimizer (AdamW) over a model wrapped by `wrap`."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    with on_cpu():
+        config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=True, **options)
+        optimizer = get_megatron_optimizer(config, [ddp])
+    for group in optimizer.param_groups:  # what its scheduler does
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer

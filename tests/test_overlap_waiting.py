@@ -1,0 +1,48 @@
+"""The clock around the engine's waits."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
+from tests.overlap_models import Model, batch
+from tests.ranks import Ranks
+
+LATE = 0.3  # seconds
+
+
+def waited_for_a_late_rank() -> list[float]:
+    """Milliseconds waited in a step for which rank 1 comes late, and right after it."""
+    config = OverlapConfig(measure_waits=True)
+    ddp = DistributedDataParallel(Model(), config, ProcessGroups.build())
+    optimizer = DistributedOptimizer(ddp, torch.optim.SGD, lr=0.1)
+    tokens, targets = batch(0, 1)
+    ddp.take_waited_ms()
+    loss = torch.nn.functional.cross_entropy(ddp(tokens), targets)
+    if dist.get_rank() == 1:
+        time.sleep(LATE)
+    loss.backward()
+    optimizer.step()
+    ddp.finish_param_sync()
+    return [ddp.take_waited_ms(), ddp.take_waited_ms()]
+
+
+def without_the_clock() -> None:
+    with pytest.raises(RuntimeError, match="measure_waits=True"):
+        DistributedDataParallel(Model()).take_waited_ms()
+
+
+def test_a_late_rank_is_waited_for(ranks: Ranks) -> None:
+    punctual, late = ranks.run(2, waited_for_a_late_rank)
+    assert punctual[0] > LATE * 900 > late[0]
+    assert punctual[1] == late[1] == 0
+
+
+def test_no_clock_no_figure(ranks: Ranks) -> None:
+    ranks.run(1, without_the_clock)
+
+
+def test_a_group_of_one_waits_for_nothing(ranks: Ranks) -> None:
+    assert ranks.run(1, waited_for_a_late_rank) == [[0, 0]]
