@@ -24,7 +24,8 @@ AT_ONCE = 50_000  # ns; compute that starts this soon after a collective had wai
 
 # Why an occurrence says nothing about the schedule.
 AT_ISSUE = "over before the thread that issued it went on"
-LATE_PEER = "the stage was over before the last rank joined"
+LATE_PEER = "the stage ran while the collective waited for a late rank"
+LATE = 0.1  # of the transfer; whoever waits longer has less of the stage left to hide it
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def measure(
     assert len(found.busy), "measure() of a collective that was not found"
     transfer, peers = transfers.of(rank.trace.rank, collective)
     since, until = int(found.busy[0, 0]), int(transfer[0, 0])
-    late = total(transfer) < total(found.busy)
+    late = total(found.busy) > (1 + LATE) * total(transfer)
     if found.resumed is not None:
         transfer = subtract(transfer, _window(collective.issue.start, found.resumed))
         since = min(since, found.resumed)  # calls queue behind earlier ones that wait for a rank
@@ -76,7 +77,7 @@ def measure(
     aside = ""
     if not len(transfer):
         aside = AT_ISSUE
-    elif late and not hidden and len(intersect(_window(since, until), at_work)):
+    elif late and len(intersect(_window(since, until), at_work)):
         aside = LATE_PEER
     return Occurrence(
         rank=rank.trace.rank,
