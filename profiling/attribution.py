@@ -5,6 +5,9 @@ communication kernels launched inside that range (by correlation); on a CPU, the
 `gloo.match` finds. A stage's busy time is, on a device, the compute kernels launched inside its
 range; on a CPU, where a range lasts as long as what is in it, the range itself without the waits
 for collectives inside it.
+
+On a device a collective need not have a name that `classification` knows (an own copy kernel, say):
+a kernel that is launched at an issue, on a stream on which no stage runs, communicates, too.
 """
 
 from __future__ import annotations
@@ -121,8 +124,11 @@ def attribute(trace: Trace) -> Attribution:
     runs = [span for span in spans if span.kind in STAGES]
     if has_device_work(trace):
         launches = Launches(trace)
-        found = [_moved(trace, work, _launched(launches, issue)) for issue in issues]
-        busy = [_computed(trace, work, _launched(launches, run)) for run in runs]
+        issued = [_launched(launches, issue) for issue in issues]
+        ran = [_launched(launches, run) for run in runs]
+        _mark_unnamed(trace, work, issued, ran)
+        found = [_moved(trace, work, launched) for launched in issued]
+        busy = [_computed(trace, work, launched) for launched in ran]
     else:
         found = _ran(trace, issues, waits, _resumed(trace, work, issues, spans))
         busy = [_worked(run, spans) for run in runs]
@@ -166,6 +172,33 @@ def _collectives(
 
 def _launched(launches: Launches, span: Span) -> npt.NDArray[np.int64]:
     return launches.inside(span.lane, span.start, span.end)
+
+
+def _mark_unnamed(
+    trace: Trace,
+    work: npt.NDArray[np.int8],
+    issued: list[npt.NDArray[np.int64]],
+    ran: list[npt.NDArray[np.int64]],
+) -> None:
+    """Change ``work`` of kernels that are a collective, though their names do not say so.
+
+    What an issue launches on a stage's stream packs or casts for the collective, and an issue
+    that launched a known kernel has its collective; both stay as they are.
+    """
+    if not ran:
+        return
+    stages = np.unique(np.concatenate([_stream(trace, events) for events in ran]), axis=0)
+    for events in issued:
+        if (work[events] == Work.COMMUNICATION).any():
+            continue
+        kernels = events[work[events] == Work.COMPUTE]
+        beside = (_stream(trace, kernels)[:, None] != stages).any(2).all(1)
+        work[kernels[beside]] = Work.COMMUNICATION
+
+
+def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return the device and stream of each event, int32 [n, 2]."""
+    return np.stack((trace.device[events], trace.stream[events]), axis=1)
 
 
 def _computed(
