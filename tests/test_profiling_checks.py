@@ -329,6 +329,21 @@ def test_exposed_communication_per_iteration(tmp_path):
     assert report.exposed_ms == {"rank 0": pytest.approx([0.1, 0.1, 0.1])}
 
 
+def test_exposed_communication_is_the_iteration_s_that_launched_it(tmp_path):
+    # The device lags by more than an iteration, and two of three gathers end after the last one.
+    trace = TraceBuilder()
+    for number, exposed in enumerate([100, 200, 300]):
+        late = 3000
+        gpu_iteration(
+            trace,
+            number,
+            1e6 + 2000 * number,
+            gather=(late + 1000, late + 1100 + exposed),
+            stage=(late + 100, late + 1100),
+        )
+    assert judge(tmp_path, trace).exposed_ms == {"rank 0": pytest.approx([0.1, 0.2, 0.3])}
+
+
 @pytest.mark.parametrize(
     ("gather", "code", "word"),
     [((150, 650), 0, "PASS"), ((1150, 1350), 1, "FAIL")],
