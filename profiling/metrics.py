@@ -16,7 +16,6 @@ from profiling.attribution import CPU, Attribution, Collective
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, total
 from profiling.peers import Transfers
 from profiling.ranges import Kind
-from profiling.spans import Span
 
 __all__ = ["AT_ISSUE", "LATE_PEER", "Occurrence", "exposed_communication", "measure"]
 
@@ -114,27 +113,22 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
     """Return for each rank and iteration how long it communicated and did not compute, in ms.
 
     Everything that communicates counts, a stage's own exchanges as well, and so does waiting for
-    a late rank. An iteration in which nothing ran (the one that the recorder opened last) is left
-    out; a rank whose trace has no iteration ranges has an empty list.
+    a late rank. On a device it is the iteration's that launched it, however much later it ran. An
+    iteration in which nothing ran (the one that the recorder opened last) is left out; a rank
+    whose trace has no iteration ranges has an empty list.
     """
     return {
         rank.trace.label: [
-            sum(total(subtract(here, rank.compute.get(device, EMPTY))) for device, here in parts)
+            sum(
+                total(subtract(when, rank.compute.get(device, EMPTY)))
+                for device, when in communication.items()
+            )
             / 1e6
-            for span in rank.iterations
-            for parts in [_during(span, rank.communication)]
-            if _during(span, rank.compute) or parts
+            for communication in rank.communication
+            if communication is not None
         ]
         for rank in ranks
     }
-
-
-def _during(span: Span, work: dict[int, Intervals]) -> list[tuple[int, Intervals]]:
-    """Return the part of ``work`` inside ``span``, for the devices that have any."""
-    parts = [
-        (device, intersect(when, _window(span.start, span.end))) for device, when in work.items()
-    ]
-    return [(device, when) for device, when in parts if len(when)]
 
 
 def _window(start: int, end: int) -> Intervals:
