@@ -46,7 +46,7 @@ def test_plan(ranks: Ranks) -> None:
         assert fc2.param_bytes == fc2.grad_bytes == 4 * 2 * 16 * 24
         assert fc2.padding == 0 < dense.padding
         assert "gather order: as first used" in text
-        assert "  3 KiB  3 KiB  0  " in " ".join(text.split()).replace(" ", "  ")
+        assert " 3 KiB 3 KiB 0 edp x2 " in " ".join(text.split())
         assert len(text.splitlines()) == 2 + len(BUCKETS)
 
 
