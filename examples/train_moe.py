@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     if "RANK" in os.environ:
         run_rank(int(os.environ["RANK"]), args)
         return 0
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # its notices would cut into the progress
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
     # glibc gives large tensors back to the system and faults them in again at every use.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**25))
