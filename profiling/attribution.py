@@ -59,6 +59,8 @@ class Found:
         group_size: How many; None likewise.
         resumed: When the issuing thread went on to something else; None on a device, where nothing
             can start before its launch has ended.
+        ready: When the gloo thread that ran it was free to: the call had been made, the thread's
+            earlier work was done. None on a device.
         doubt: Why ``busy`` is not known; empty where it is, or where the recording ended first.
     """
 
@@ -67,6 +69,7 @@ class Found:
     group: tuple[int, ...] | None = None
     group_size: int | None = None
     resumed: int | None = None
+    ready: int | None = None
     doubt: str = ""
 
 
@@ -298,15 +301,14 @@ def _ran(
         group = "" if owner is None else f"dense {is_dense(issues[owner].name)}"
         calls.append(gloo.Call(start, deadline, operations, _sizes(trace, event), group))
         owners.append(owner)
-    runs = [
-        gloo.Run(
-            int(trace.start[event]),
-            int(trace.end[event]),
-            trace.names[trace.name[event]],
-            _sizes(trace, event),
-        )
-        for event in gloo_ranges(trace).tolist()
-    ]
+    runs: list[gloo.Run] = []
+    free: list[int] = []  # per run, when its thread was done with the run before
+    ends: dict[int, int] = {}
+    for event in gloo_ranges(trace).tolist():
+        start, end, lane = int(trace.start[event]), int(trace.end[event]), int(trace.lane[event])
+        runs.append(gloo.Run(start, end, trace.names[trace.name[event]], _sizes(trace, event)))
+        free.append(ends.get(lane, 0))
+        ends[lane] = end
     found = [Found()] * len(issues)
     for owner, call, result in zip(owners, calls, gloo.match(calls, runs), strict=True):
         if owner is None:
@@ -316,7 +318,12 @@ def _ran(
             continue
         run = runs[result.run]
         busy = np.array([[run.start, run.end]], np.int64)
-        found[owner] = Found(busy, group_size=_group_size(call.sizes), resumed=resumed[owner])
+        found[owner] = Found(
+            busy,
+            group_size=_group_size(call.sizes),
+            resumed=resumed[owner],
+            ready=max(call.start, free[result.run]),
+        )
     return found
 
 

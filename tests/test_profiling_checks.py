@@ -315,6 +315,28 @@ def test_an_occurrence_far_longer_than_the_others_is_set_aside(tmp_path):
     assert (row.occurrences, list(row.set_aside.values())) == (5, [1])
 
 
+def starved(trace, number, start):
+    """The gather begins 6 ms after its call, and its thread had nothing else to do until then."""
+    cpu_iteration(trace, number, start + 8000 * number, gather=(6090, 6990), stage=(100, 6100))
+
+
+def queued(trace, number, start):
+    """The same, but behind another collective on its thread."""
+    starved(trace, number, start)
+    trace.gloo("broadcast", start + 8000 * number + 85, start + 8000 * number + 6085, dims=[[4]])
+
+
+def test_a_gloo_thread_that_got_no_core_says_nothing(tmp_path):
+    (row,) = rows(judge(tmp_path, iterations(starved)))
+    assert row.verdict is Verdict.INCONCLUSIVE
+    assert (row.occurrences, list(row.set_aside.values())) == (0, [3])
+
+
+def test_a_collective_that_queues_behind_another_is_judged(tmp_path):
+    (row,) = rows(judge(tmp_path, iterations(queued)))
+    assert (row.occurrences, row.verdict) == (3, Verdict.FAIL)
+
+
 def test_over_before_the_thread_went_on_says_nothing(tmp_path):
     (row,) = rows(judge(tmp_path, iterations(cpu_iteration, gather=(82, 95))))
     assert (row.occurrences, row.verdict) == (0, Verdict.INCONCLUSIVE)
