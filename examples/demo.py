@@ -21,8 +21,8 @@ from profiling import Report, Verdict
 # fp32, since bf16 products are emulated, slowly, on many CPUs.
 TRAIN = (
     *("--ranks", "4", "--ep", "2", "--layers", "2", "--dtype", "fp32"),
-    *("--hidden", "256", "--ffn", "2048", "--experts", "8", "--topk", "2"),
-    *("--sequence", "256", "--micro-batch", "8", "--steps", "7", "--warmup", "2"),
+    *("--hidden", "256", "--ffn", "8192", "--experts", "8", "--topk", "2"),
+    *("--sequence", "256", "--micro-batch", "2", "--steps", "6", "--warmup", "2"),
 )
 
 

@@ -1,7 +1,7 @@
 """The order between streams, for one device.
 
-`torch.cpu` answers the same calls as `torch.cuda` with a single stream that needs no ordering, so
-one code path serves both.
+`torch.cpu` answers for a single stream that needs no ordering, so one code path serves every device;
+only events are left out there (torch 2.6 has none for it).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device)
         self.current = module.current_stream
+        self._has_events = device.type != "cpu"
         self._capturing = getattr(module, "is_current_stream_capturing", None)
 
     def mark(self) -> Mark:
         """Remember what the current stream has been given so far."""
         stream = self.current()
-        return Mark(stream, stream.record_event())
+        return Mark(stream, stream.record_event() if self._has_events else None)
 
     def after(self, mark: Mark) -> None:
         """Order the current stream after ``mark``."""

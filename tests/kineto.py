@@ -12,6 +12,7 @@ from profiling.ranges import Kind, label
 
 MAIN, AUTOGRAD, GLOO = 100, 101, 200  # threads; gloo's own are GLOO, GLOO + 1, ...
 COMPUTE, COMMUNICATION = 7, 20  # streams
+ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
 class TraceBuilder:
@@ -128,18 +129,24 @@ def gpu_iteration(
     gather: tuple[float, float],
     stage: tuple[float, float] = (100, 1100),
     experts: str = "layers.0.mlp.experts",
+    kernel: str = ALL_GATHER,
+    stream: int = COMMUNICATION,
     **args: Any,
 ) -> None:
-    """As `cpu_iteration`, on a device: everything is launched in the first 90 us."""
+    """As `cpu_iteration`, on a device: everything is launched in the first 90 us.
+
+    Args:
+        kernel, stream: What the gather is called there, and where it runs.
+    """
     name = f"{experts}.fc2_weight"
     trace.range(Kind.ITERATION, str(number), start, start + 2000)
     trace.range(Kind.PARAM_GATHER, name, start + 10, start + 30)
     trace.kernel(
-        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        kernel,
         start + 15,
         start + gather[0],
         start + gather[1],
-        stream=COMMUNICATION,
+        stream=stream,
         **args,
     )
     trace.range(Kind.STAGE1_FORWARD, experts, start + 40, start + 80)

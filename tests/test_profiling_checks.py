@@ -8,7 +8,14 @@ import profiling
 from profiling import Verdict
 from profiling.cli import main
 from profiling.ranges import Kind
-from tests.kineto import AUTOGRAD, COMMUNICATION, TraceBuilder, cpu_iteration, gpu_iteration
+from tests.kineto import (
+    AUTOGRAD,
+    COMMUNICATION,
+    COMPUTE,
+    TraceBuilder,
+    cpu_iteration,
+    gpu_iteration,
+)
 
 EXPERTS = "layers.0.mlp.experts"
 GATHER, REDUCE = 0, 1  # the built-in checks, in order
@@ -127,6 +134,32 @@ def test_backward_on_the_autograd_thread(tmp_path, reduce, verdict):
         backward(trace, 1e6 + 2000 * number, reduce=reduce, stage=(100, 900))
     (row,) = rows(judge(tmp_path, trace), REDUCE)
     assert (row.occurrences, row.verdict) == (3, verdict)
+
+
+@pytest.mark.parametrize(
+    ("gather", "hidden", "exposed_ms"), [((150, 650), 1.0, 0.0), ((1150, 1350), 0.0, 0.2)]
+)
+def test_a_collective_may_have_any_name_on_a_stream_of_its_own(
+    tmp_path, gather, hidden, exposed_ms
+):
+    (row,) = rows(judge(tmp_path, iterations(gpu_iteration, gather=gather, kernel="my_copy")))
+    assert (row.occurrences, row.hidden) == (3, hidden)
+    assert row.exposed_ms == pytest.approx(exposed_ms)  # it is no compute that could hide it
+
+
+def test_an_unknown_kernel_on_a_stream_of_stages_is_no_collective(tmp_path):
+    trace = iterations(gpu_iteration, gather=(150, 650), kernel="my_copy", stream=COMPUTE)
+    (row,) = rows(judge(tmp_path, trace))
+    assert (row.occurrences, row.verdict) == (0, Verdict.INCONCLUSIVE)
+
+
+def test_what_is_launched_beside_a_known_collective_is_not_part_of_it(tmp_path):
+    trace = iterations(gpu_iteration, gather=(150, 650))
+    for number in range(3):
+        start = 1e6 + 2000 * number
+        trace.kernel("pack", start + 20, start + 1200, start + 1400, stream=COMMUNICATION)
+    (row,) = rows(judge(tmp_path, trace))
+    assert (row.hidden, row.verdict) == (1.0, Verdict.PASS)
 
 
 def test_compute_on_another_device_hides_nothing(tmp_path):
@@ -282,6 +315,28 @@ def test_an_occurrence_far_longer_than_the_others_is_set_aside(tmp_path):
     assert (row.occurrences, list(row.set_aside.values())) == (5, [1])
 
 
+def starved(trace, number, start):
+    """The gather begins 6 ms after its call, and its thread had nothing else to do until then."""
+    cpu_iteration(trace, number, start + 8000 * number, gather=(6090, 6990), stage=(100, 6100))
+
+
+def queued(trace, number, start):
+    """The same, but behind another collective on its thread."""
+    starved(trace, number, start)
+    trace.gloo("broadcast", start + 8000 * number + 85, start + 8000 * number + 6085, dims=[[4]])
+
+
+def test_a_gloo_thread_that_got_no_core_says_nothing(tmp_path):
+    (row,) = rows(judge(tmp_path, iterations(starved)))
+    assert row.verdict is Verdict.INCONCLUSIVE
+    assert (row.occurrences, list(row.set_aside.values())) == (0, [3])
+
+
+def test_a_collective_that_queues_behind_another_is_judged(tmp_path):
+    (row,) = rows(judge(tmp_path, iterations(queued)))
+    assert (row.occurrences, row.verdict) == (3, Verdict.FAIL)
+
+
 def test_over_before_the_thread_went_on_says_nothing(tmp_path):
     (row,) = rows(judge(tmp_path, iterations(cpu_iteration, gather=(82, 95))))
     assert (row.occurrences, row.verdict) == (0, Verdict.INCONCLUSIVE)
@@ -294,6 +349,21 @@ def test_over_before_the_thread_went_on_says_nothing(tmp_path):
 def test_exposed_communication_per_iteration(tmp_path):
     report = judge(tmp_path, iterations(cpu_iteration, gather=(1000, 1200)))
     assert report.exposed_ms == {"rank 0": pytest.approx([0.1, 0.1, 0.1])}
+
+
+def test_exposed_communication_is_the_iteration_s_that_launched_it(tmp_path):
+    # The device lags by more than an iteration, and two of three gathers end after the last one.
+    trace = TraceBuilder()
+    for number, exposed in enumerate([100, 200, 300]):
+        late = 3000
+        gpu_iteration(
+            trace,
+            number,
+            1e6 + 2000 * number,
+            gather=(late + 1000, late + 1100 + exposed),
+            stage=(late + 100, late + 1100),
+        )
+    assert judge(tmp_path, trace).exposed_ms == {"rank 0": pytest.approx([0.1, 0.2, 0.3])}
 
 
 @pytest.mark.parametrize(
