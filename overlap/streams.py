@@ -1,7 +1,7 @@
 """The order between streams, for one device.
 
-`torch.cpu` answers for a single stream that needs no ordering, so one code path serves every device;
-only events are left out there (torch 2.6 has none for it).
+`torch.cpu` answers for a single stream that needs no ordering, so one code path serves every
+device; only events are left out there (torch 2.6 has none for it).
 """
 
 from __future__ import annotations
