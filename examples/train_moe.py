@@ -146,7 +146,7 @@ def train(args: argparse.Namespace) -> None:
     batches = mock_batches(args, rank, device)
     recording = nullcontext()
     if args.profile:
-        active = max(1, args.steps - args.warmup)
+        active = args.steps - args.warmup
         recording = profiling.record(args.profile, wait=0, warmup=args.warmup, active=active)
     with recording as recorder:
         for step in range(1, args.steps + 1):
@@ -155,12 +155,13 @@ def train(args: argparse.Namespace) -> None:
             if recorder is not None:
                 recorder.step()
             seconds = time.perf_counter() - start
+            waited_ms = ddp.take_waited_ms()  # on every rank: it also empties the clock
             if rank == 0:
                 tokens = args.microbatches * args.micro_batch * args.sequence * world_size
                 print(
                     f"step {step:>3}/{args.steps}  loss {loss:7.4f}"
                     f"  {tokens / seconds:8.0f} tokens/s  {seconds * 1e3:7.1f} ms"
-                    f"  exposed {ddp.take_waited_ms():6.1f} ms",
+                    f"  exposed {waited_ms:6.1f} ms",
                     flush=True,
                 )
 
@@ -172,14 +173,14 @@ def train_step(
     args: argparse.Namespace,
 ) -> float:
     """One optimizer step over ``args.microbatches``; returns the mean loss over ranks."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=ddp.device)  # NCCL reduces no CPU tensors
     for index in range(args.microbatches):
         last = index == args.microbatches - 1
         with nullcontext() if last else ddp.no_sync():
             tokens = next(batches)
             loss = ddp(tokens[:, :-1], tokens[:, 1:]) / args.microbatches
             loss.backward()
-            total += loss.detach().cpu()
+            total += loss.detach()
     optimizer.clip_grad_norm(args.clip)
     optimizer.step()
     optimizer.zero_grad()
@@ -225,7 +226,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     running.add_argument("--plan", action="store_true", help="print buckets and schedule first")
     running.add_argument("--profile", metavar="DIR", type=Path, help="record each rank's profile")
     running.add_argument("--warmup", type=int, default=2, help="steps before recording")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name in ("steps", "ranks", "ep", "micro_batch", "microbatches"):
+        if getattr(args, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be 1 or more"
+            )
+    if args.hidden % args.heads:
+        parser.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
+    if "RANK" not in os.environ and args.ranks % args.ep:
+        parser.error(f"--ranks {args.ranks} does not divide by --ep {args.ep}")
+    if args.profile and args.steps <= args.warmup:
+        parser.error(
+            f"--steps {args.steps} leaves none to record after --warmup {args.warmup}: take more"
+        )
+    return args
 
 
 def run_rank(rank: int, args: argparse.Namespace, store: str | None = None) -> None:

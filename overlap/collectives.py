@@ -83,11 +83,19 @@ def reduce_scatter(shard: Tensor, source: Tensor, group: dist.ProcessGroup, what
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, what: str) -> None:
-    """Overwrite ``tensor`` with that of the group's first rank, and wait for it."""
+    """Overwrite ``tensor``, of any dtype and strides, with that of the group's first rank, and wait
+    for it."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:  # expanded: one element stands for all
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    dense = tensor.contiguous()
+    bits = dense.view(-1).view(torch.uint8)  # gloo and NCCL do not take every dtype
     try:
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(bits, dist.get_global_rank(group, 0), group=group)
     except RuntimeError as error:
         raise _failed(what, error) from error
+    if dense is not tensor:
+        tensor.copy_(dense)
 
 
 def all_reduce(

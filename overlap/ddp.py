@@ -57,13 +57,18 @@ class DistributedDataParallel(nn.Module):
         self.config = config or OverlapConfig()
         self.groups = groups or ProcessGroups.build()
         params = parameters.trainable(module)
+        self._frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
         specs = parameters.describe(module, params)
         self.device = next(iter(params.values())).device
         self._check_same_model(specs)
         self._clock = WaitClock(self.device, enabled=self.config.measure_waits)
         streams = Streams(self.device)
         self.buckets = self._make_buckets(specs, params, streams)
-        self._equalise()
+        try:
+            self._equalise()
+        except BaseException:
+            self._give_back()
+            raise
         self.gather = GatherSchedule(
             self.buckets,
             streams,
@@ -172,8 +177,12 @@ class DistributedDataParallel(nn.Module):
             self.reduce.reset()
         finally:
             self._hooks.remove()
-            for bucket in self.buckets:
-                bucket.detach()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Take the parameters out of the buckets."""
+        for bucket in self.buckets:
+            bucket.detach()
 
     def _check_attached(self) -> None:
         if not self._hooks.attached:
@@ -219,9 +228,15 @@ class DistributedDataParallel(nn.Module):
         checkpoint was loaded, say).
 
         Raises:
-            WrapError: The model was moved, cast or unwrapped.
+            WrapError: The model was moved, cast or unwrapped, or a parameter unfrozen.
         """
         self._check_attached()
+        unfrozen = [name for name, param in self._frozen.items() if param.requires_grad]
+        if unfrozen:
+            raise WrapError(
+                f"{', '.join(unfrozen)} was frozen when the model was wrapped and is not now, so "
+                "nobody would train it: call remove(), unfreeze, and wrap again"
+            )
         for bucket in self.buckets:
             for slot in bucket.slots:
                 if slot.param.data_ptr() != slot.address:

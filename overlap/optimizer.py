@@ -94,15 +94,20 @@ class DistributedOptimizer(Optimizer):
         masters = self.masters()
         result = []
         for group in groups:
+            if "params" not in group:
+                raise ValueError(f"a group of params has no 'params', only {sorted(group)}")
             own = group["params"]
             members = [own] if isinstance(own, Tensor) else list(own)
-            unknown = [tuple(param.shape) for param in members if param not in slots]
-            if unknown:
-                raise ValueError(
-                    f"params holds tensors of shape {unknown} that are not trainable parameters of "
-                    "the wrapped model, or are in two groups"
-                )
-            names = [slots.pop(param).name for param in members]
+            names = []
+            for param in members:
+                if param not in slots:
+                    shape = f" of shape {tuple(param.shape)}" if isinstance(param, Tensor) else ""
+                    raise ValueError(
+                        f"params holds a {type(param).__name__}{shape} that is not a trainable "
+                        "parameter of the wrapped model, or is there twice: give parameters, or "
+                        "dicts of them under 'params', each once"
+                    )
+                names.append(slots.pop(param).name)
             self.group_names.append(names)
             result.append({**group, "params": [masters[n] for n in names if n in masters]})
         if slots:
@@ -146,11 +151,11 @@ class DistributedOptimizer(Optimizer):
         """Wait for the gradients; return the masters' ones."""
         current = self.ddp.finish_grad_sync()
         if current != self._round:
-            self._round = current
             for shard in self.shards.values():
                 shard.take_grads()
             if self.ddp.config.check_for_nan:
                 self._check_for_nan()
+            self._round = current  # only now: whoever catches the error cannot step on with NaN
         return [m.grad for s in self.shards.values() for m in s.masters if m.grad is not None]
 
     def _check_for_nan(self) -> None:

@@ -59,12 +59,12 @@ class ReduceSchedule:
     def on_grad(self, slot: Slot) -> None:
         """Take in the gradient that autograd has just left in ``slot.param.grad``."""
         bucket = slot.bucket
-        grad = slot.param.grad
+        # Taken away first: left behind by an error below, it would be added to the next one.
+        grad, slot.param.grad = slot.param.grad, None
         assert grad is not None
         if slot.forward != self._gather.iteration:
             self._gather.used_outside_forward(slot)
         bucket.accumulate(slot, grad)
-        slot.param.grad = None
         self._dirty = True
         if self.sync and not slot.reported:
             slot.reported = self._started = True

@@ -155,9 +155,19 @@ def check(
             for which in checks
             for layer in _layers(which, ranks) or [""]
         ),
-        notes=loaded.notes,
+        notes=(*loaded.notes, *_absent(loaded)),
         exposed_ms=exposed_communication(ranks),
     )
+
+
+def _absent(profile: Profile) -> list[str]:
+    """Return a note if the run had ranks that the profile has not: a slow one may be among them."""
+    there = {trace.rank for trace in profile.traces}
+    size = max((trace.world_size or 0 for trace in profile.traces), default=0)
+    absent = sum(rank not in there for rank in range(size))
+    if None in there or not absent:
+        return []
+    return [f"{absent} of the run's {size} ranks are not in the profile, and not judged"]
 
 
 def _layers(which: Check, ranks: Sequence[Attribution]) -> list[str]:

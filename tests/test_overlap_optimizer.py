@@ -199,8 +199,14 @@ def check_refusals() -> None:
             DistributedOptimizer(ddp, getattr(torch.optim, name))
     with pytest.raises(ValueError, match=r"misses trainable parameters: \['embed.weight'\]"):
         DistributedOptimizer(ddp, torch.optim.SGD, params[1:])
-    with pytest.raises(ValueError, match=r"shape \[\(3,\)\]"):
+    with pytest.raises(ValueError, match=r"of shape \(3,\) that is not"):
         DistributedOptimizer(ddp, torch.optim.SGD, [*params, nn.Parameter(torch.zeros(3))])
+    with pytest.raises(ValueError, match="is there twice"):
+        DistributedOptimizer(ddp, torch.optim.SGD, [*params, params[0]])
+    with pytest.raises(ValueError, match="a tuple that is not a trainable"):
+        DistributedOptimizer(ddp, torch.optim.SGD, list(ddp.module.named_parameters()))
+    with pytest.raises(ValueError, match=r"no 'params', only \['lr'\]"):
+        DistributedOptimizer(ddp, torch.optim.SGD, [{"lr": 1.0}])
     with pytest.raises(ValueError, match="all groups to the constructor"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     with pytest.raises(ValueError, match="learning rate"):

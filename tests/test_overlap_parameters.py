@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap import (
+    CollectiveError,
     DistributedDataParallel,
     DistributedOptimizer,
     ModelMismatchError,
@@ -322,6 +324,56 @@ def wrapped_in_part() -> nn.Module:
 )
 def test_refused(ranks: Ranks, make: Callable[[], nn.Module], match: str) -> None:
     ranks.run(1, check_refused, make, match)
+
+
+BUFFERS: dict[str, Callable[[int], Tensor]] = {
+    "int16": lambda rank: torch.full((3,), rank, dtype=torch.int16),
+    "fp8": lambda rank: torch.full((3,), float(rank)).to(torch.float8_e4m3fn),
+    "complex": lambda rank: torch.full((2,), rank, dtype=torch.complex64),
+    "bool": lambda rank: torch.tensor(rank == 1),
+    "transposed": lambda rank: torch.arange(6.0).view(2, 3).t() + rank,
+    "expanded": lambda rank: torch.full((2, 1), rank).expand(2, 1000),
+    "empty": lambda rank: torch.empty(0, 2),
+}
+
+
+def test_buffers_of_any_dtype_and_strides_become_rank_0s(ranks: Ranks) -> None:
+    ranks.run(2, check_buffers)
+
+
+def check_buffers() -> None:
+    model = nn.Linear(2, 2)
+    for name, make in BUFFERS.items():
+        model.register_buffer(name, make(dist.get_rank()))
+    DistributedDataParallel(model)
+    for name, make in BUFFERS.items():
+        found, expected = model.get_buffer(name), make(0)
+        assert (found.stride(), found.tolist()) == (expected.stride(), expected.tolist()), name
+
+
+def test_a_wrap_that_fails_gives_the_model_back(ranks: Ranks) -> None:
+    ranks.run(1, check_failed_wrap)
+
+
+def check_failed_wrap() -> None:
+    model = Net("frozen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", Mock(side_effect=RuntimeError("a peer died")))
+        with pytest.raises(CollectiveError):
+            DistributedDataParallel(model)
+    DistributedDataParallel(model)
+
+
+def test_an_unfrozen_parameter_is_an_error(ranks: Ranks) -> None:
+    ranks.run(1, check_unfrozen)
+
+
+def check_unfrozen() -> None:
+    ddp, optimizer = wrap("frozen")
+    train_step(ddp, optimizer, 0)
+    ddp.module.second.weight.requires_grad_(True)
+    with pytest.raises(WrapError, match=r"second\.weight was frozen when the model was wrapped"):
+        train_step(ddp, optimizer, 1)
 
 
 def test_ranks_with_different_models(ranks: Ranks) -> None:

@@ -166,6 +166,23 @@ def check_second_backward() -> None:
         backward(ddp)
 
 
+def test_training_goes_on_unchanged_after_a_refused_gradient(ranks: Ranks) -> None:
+    for clean, refused in zip(
+        ranks.run(2, weights_after, False), ranks.run(2, weights_after, True), strict=True
+    ):
+        assert clean == refused
+
+
+def weights_after(refused: bool) -> list[Any]:
+    ddp, optimizer = wrap(ep=1)
+    train_step(ddp, optimizer)
+    if refused:
+        with pytest.raises(GradientOrderError):
+            backward(ddp, 5)
+    train_step(ddp, optimizer, 1)
+    return [weight.tolist() for weight in weights(ddp)]
+
+
 def test_no_sync_ends_with_its_block_even_after_an_error(ranks: Ranks) -> None:
     ranks.run(2, check_no_sync)
 
@@ -230,6 +247,8 @@ def check_nan() -> None:
     backward_hook = hurt.register_hook(lambda g: g * float("nan") if dist.get_rank() == 2 else g)
     backward(ddp)
     with pytest.raises(NonFiniteGradientError, match=r"of blocks\.1\.moe\.experts\.fc2_weight"):
+        optimizer.step()
+    with pytest.raises(NonFiniteGradientError):  # who catches it cannot step on
         optimizer.step()
     backward_hook.remove()
 

@@ -413,3 +413,14 @@ def test_help_fits_and_holds_an_example(capsys, command):
     text = capsys.readouterr().out
     assert "example: moe-trace check" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_ranks_that_are_missing_are_noted(tmp_path):
+    for rank in (0, 1, 3):
+        trace = TraceBuilder(rank, world_size=4)
+        for number in range(3):
+            gpu_iteration(trace, number, 1e6 + 2000 * number, gather=(150, 650))
+        trace.write(tmp_path)
+    assert any("1 of the run's 4 ranks" in note for note in profiling.check(tmp_path).notes)
+    TraceBuilder(2, world_size=4).write(tmp_path)
+    assert not profiling.check(tmp_path).notes
