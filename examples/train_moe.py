@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -103,7 +103,8 @@ def share_cores(ranks: int) -> None:
         # On a cluster a network card moves the bytes; here threads of gloo do. A thread that it
         # wakes should not take the core from the one that woke it, which is about to begin the
         # stage that is to hide those bytes.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(PermissionError):  # some containers forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def mock_batches(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator[Tensor]:

@@ -24,6 +24,7 @@ __all__ = ["BUILT_IN", "Check", "Report", "Row", "Verdict", "check"]
 THRESHOLD = 0.9
 FEWEST = 2  # occurrences; one alone decides nothing
 STRAGGLER = 5.0  # times the siblings' median
+MOST_ASIDE = 0.2  # of the occurrences may be stragglers; more are no exception
 LONG = "far longer than the others, as when a rank is late or starved"
 
 
@@ -217,9 +218,12 @@ def _judge(
         if len(collective.found.busy)
     ]
     kept, aside = _set_aside(measured)
+    stragglers = aside.get(LONG, 0)
     transfer = sum(one.transfer for one in kept)
     hidden = sum(one.hidden for one in kept) / transfer if kept else None
-    verdict, finding = _verdict(which, layer, ranks, issued, kept, hidden, threshold)
+    verdict, finding = _verdict(
+        which, layer, ranks, issued, len(measured), stragglers, kept, hidden, threshold
+    )
     return Row(
         check=which.title,
         layer=layer,
@@ -257,6 +261,8 @@ def _verdict(
     layer: str,
     ranks: Sequence[Attribution],
     issued: Sequence[tuple[Attribution, Collective]],
+    measured: int,
+    stragglers: int,
     kept: Sequence[Occurrence],
     hidden: float | None,
     threshold: float,
@@ -287,7 +293,16 @@ def _verdict(
             f"{len(kept)} of {len(issued)} occurrences could be measured, which is too few: record "
             f"at least {FEWEST} iterations"
         )
+    if measured * 2 < len(issued):
+        return Verdict.INCONCLUSIVE, (
+            f"only {measured} of {len(issued)} left a trace of their own: record whole iterations"
+        )
     verdict = Verdict.PASS if hidden >= threshold else Verdict.FAIL
+    if verdict is Verdict.PASS and stragglers > MOST_ASIDE * (stragglers + len(kept)):
+        return Verdict.INCONCLUSIVE, (
+            f"{stragglers} occurrences lasted over {STRAGGLER:g} times as long as the others, too "
+            f"many to set aside beside {len(kept)}: record more iterations, with every rank"
+        )
     return verdict, _finding(which, kept, verdict)
 
 

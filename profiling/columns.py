@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -127,13 +129,14 @@ class Columns:
 def _whole(value: object, default: int | None) -> int | None:
     try:
         return int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return default
 
 
 def _groups(info: dict[str, Any]) -> tuple[Group, ...]:
     groups = []
-    for entry in info.get("pg_config") or ():
+    config = info.get("pg_config")
+    for entry in config if isinstance(config, list) else ():
         ranks = entry.get("ranks") if isinstance(entry, dict) else None
         if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
             name, description = str(entry.get("pg_name")), str(entry.get("pg_desc"))
@@ -145,7 +148,8 @@ def _details(event: Event) -> Details:
     args = event.args
     sizes = {size for size in (args.in_elements, args.out_elements) if size >= 0}
     if args.dims:
-        sizes |= set(_sizes(msgspec.json.decode(args.dims)))
+        with suppress(msgspec.MsgspecError, RecursionError):  # nested beyond any real shape
+            sizes |= set(_sizes(msgspec.json.decode(args.dims)))
     return Details(
         args.collective or None,
         args.group or None,
@@ -161,7 +165,8 @@ def _ranks(text: str) -> tuple[int, ...] | None:
         ranks = json.loads(text)
     except ValueError:
         return None
-    return tuple(ranks) if all(isinstance(rank, int) for rank in ranks) else None
+    listed = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
+    return tuple(ranks) if listed else None
 
 
 def _sizes(dims: Any) -> list[int]:
@@ -169,5 +174,5 @@ def _sizes(dims: Any) -> list[int]:
     if not isinstance(dims, list) or not dims:
         return []
     if all(isinstance(extent, int) for extent in dims):
-        return [int(np.prod(dims, dtype=np.int64))]
+        return [math.prod(dims)]
     return [size for inner in dims for size in _sizes(inner)]

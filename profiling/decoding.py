@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -30,12 +30,19 @@ class NotATraceError(ValueError):
     """The text is not a Chrome trace."""
 
 
+# What fits the columns; a number beyond is no number of ours.
+INT32, INT63 = 2**31 - 1, 2**62
+Int32 = Annotated[int, msgspec.Meta(ge=-INT32, le=INT32)]
+Int63 = Annotated[int, msgspec.Meta(ge=-INT63, le=INT63)]
+_LARGEST = {"device": INT32, "stream": INT32}
+
+
 class Args(msgspec.Struct, gc=False, frozen=True):
     """The arguments that are read; a field's default says that the event does not have it."""
 
-    correlation: int = -1
-    device: int = -1
-    stream: int = -1
+    correlation: Int63 = -1
+    device: Int32 = -1
+    stream: Int32 = -1
     name: str = ""  # of a thread, in a metadata event
     collective: str = msgspec.field(default="", name="Collective name")
     group: str = msgspec.field(default="", name="Process Group Name")
@@ -138,7 +145,7 @@ def _metadata(head: bytes, tail: bytes) -> dict[str, Any]:
     for end in (tail, b"]}"):
         try:
             entries = _SLOW.decode((head + end).decode("utf-8", "replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         entries.pop("traceEvents", None)
         return entries
@@ -157,7 +164,7 @@ def _cut(buffer: bytes) -> tuple[bytes, bytes]:
 def _decode(piece: bytes) -> list[Event] | None:
     try:
         return _DECODER.decode(b"[" + piece + b"]")
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -178,7 +185,7 @@ def _decode_slowly(
             return events, text[position:].encode(), True
         try:
             entry, position = _SLOW.raw_decode(text, position)
-        except ValueError:
+        except (ValueError, RecursionError):
             following = _NEXT.search(text, position)
             if following is None:
                 if not last:
@@ -225,7 +232,9 @@ def _coerce_args(given: dict[str, Any]) -> Args:
         if value is None:
             continue
         if isinstance(spec.default, int):
-            taken[spec.name] = _whole(value, spec.default)
+            number = _whole(value, spec.default)
+            fits = abs(number) <= _LARGEST.get(spec.name, INT63)
+            taken[spec.name] = number if fits else spec.default
         elif isinstance(spec.default, str):
             taken[spec.name] = str(value)
         else:

@@ -32,7 +32,11 @@ def load(path: str | Path) -> Profile:
     Raises:
         LoadError: There is no trace, one cannot be read, or two claim the same rank.
     """
-    traces = [load_trace(file) for file in _files(str(path))]
+    try:
+        files = _files(str(path))
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+    traces = [load_trace(file) for file in files]
     if len(traces) > 1:
         _refuse_mixture(traces)
     return Profile(str(path), tuple(sorted(traces, key=lambda trace: trace.rank or 0)))
@@ -57,6 +61,8 @@ def load_trace(file: str | Path) -> Trace:
 
 
 def _files(path: str) -> list[Path]:
+    if not path:
+        raise LoadError("the path is empty")
     if Path(path).is_dir():
         found = _traces(Path(path).iterdir())
         if not found:

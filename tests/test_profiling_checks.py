@@ -9,6 +9,7 @@ from profiling import Verdict
 from profiling.cli import main
 from profiling.ranges import Kind
 from tests.kineto import (
+    ALL_GATHER,
     AUTOGRAD,
     COMMUNICATION,
     COMPUTE,
@@ -341,6 +342,26 @@ def test_over_before_the_thread_went_on_says_nothing(tmp_path):
     (row,) = rows(judge(tmp_path, iterations(cpu_iteration, gather=(82, 95))))
     assert (row.occurrences, row.verdict) == (0, Verdict.INCONCLUSIVE)
     assert list(row.set_aside.values()) == [3]
+
+
+def test_many_outliers_are_no_exception(tmp_path):
+    # Half the gathers last long, bare, after the stage: they are what happens, not stragglers.
+    trace = TraceBuilder()
+    for number in range(11):
+        gather = (150, 250) if number % 2 == 0 else (1200, 1900)
+        gpu_iteration(trace, number, 1e6 + 2000 * number, gather=gather)
+    (row,) = rows(judge(tmp_path, trace))
+    assert row.verdict is Verdict.INCONCLUSIVE
+    assert "too many to set aside" in row.finding
+
+
+def test_issues_that_left_no_kernel_are_not_passed_over(tmp_path):
+    trace = iterations(gpu_iteration, 5, gather=(150, 650))
+    lost = [event for event in trace.events if event["name"] == ALL_GATHER][:3]
+    trace.events = [event for event in trace.events if event not in lost]
+    (row,) = rows(judge(tmp_path, trace))
+    assert row.verdict is Verdict.INCONCLUSIVE
+    assert "only 2 of 5" in row.finding
 
 
 # Reports and the command line

@@ -263,3 +263,63 @@ def test_public_traces(name, kernels, rank):
     durations = [event["dur"] for event in events if event.get("cat") == "kernel"]
     chosen = loaded.category == Category.KERNEL
     assert np.allclose((loaded.end - loaded.start)[chosen], np.array(durations) * 1000, atol=1)
+
+
+STRANGE = {
+    "device out of range": {"args": {"device": 2**40}},
+    "correlation out of range": {"args": {"correlation": 2**70}},
+    "ranks that are a number": {"args": {"Collective name": "x", "Process Group Ranks": "5"}},
+    "ranks that are null": {"args": {"Collective name": "x", "Process Group Ranks": "null"}},
+    "a tensor larger than an integer": {"name": "gloo:x", "args": {"Input Dims": [[2**70, 2]]}},
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_strange_arguments_cost_no_event(tmp_path, kind):
+    trace = sample()
+    trace.op("aten::mm", 1, 2)
+    trace.events[-1] |= STRANGE[kind]
+    loaded = load_trace(trace.write(tmp_path))
+    assert len(loaded) == len(trace.events)
+    assert (loaded.device[-1], loaded.correlation[-1]) == (-1, -1)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"baseTimeNanoseconds": float("inf")},
+        {"distributedInfo": {"rank": float("inf")}},
+        {"distributedInfo": {"pg_config": 5}},
+        {"distributedInfo": {"pg_config": True}},
+    ],
+    ids=str,
+)
+def test_strange_metadata_is_passed_over(tmp_path, metadata):
+    trace = sample()
+    trace.metadata = metadata
+    loaded = load_trace(trace.write(tmp_path))
+    assert len(loaded) == len(trace.events)
+    assert loaded.groups == ()
+
+
+@pytest.mark.parametrize("where", ["args", "top"])
+def test_deep_nesting_ends_in_no_traceback(tmp_path, where):
+    deep = "[" * 100_000 + "]" * 100_000
+    trace = sample()
+    trace.op("aten::mm", 1, 2, dims=[["deep"]])
+    trace.metadata["more"] = "deep"
+    text = trace.text().replace("aten::mm", "mm")
+    if where == "args":
+        text = text.replace('[\n     [\n      "deep"\n     ]\n    ]', deep)
+    else:
+        text = text.replace('"more": "deep"', f'"more": {deep}')
+    assert deep in text
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    assert len(load_trace(path)) >= len(trace.events) - 1
+
+
+@pytest.mark.parametrize("path", ["", "x" * 5000], ids=["empty", "long"])
+def test_a_path_that_cannot_be_is_refused(path):
+    with pytest.raises(LoadError):
+        load(path)
