@@ -96,6 +96,16 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) + aux_losses
 
 
+def share_cores(ranks: int) -> None:
+    """Settle this rank among others on the same cores; gloo's threads inherit it."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if hasattr(os, "sched_setscheduler"):
+        # On a cluster a network card moves the bytes; here threads of gloo do. A thread that it
+        # wakes should not take the core from the one that woke it, which is about to begin the
+        # stage that is to hide those bytes.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def mock_batches(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator[Tensor]:
     """Yield [B, S + 1] int64 token sequences that follow a rule a model can learn.
 
@@ -119,12 +129,15 @@ def train(args: argparse.Namespace) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     groups = ProcessGroups.build(expert_parallel_size=args.ep)
     torch.manual_seed(args.seed)
     model = Transformer(args, groups.ep).to(device=device, dtype=DTYPES[args.dtype])
-    config = OverlapConfig(serialize=args.serialize, measure_waits=True)
+    config = OverlapConfig(
+        serialize=args.serialize,
+        prefetch_depth=args.prefetch_depth,
+        share_expert_buckets=args.share_expert_buckets,
+        measure_waits=True,
+    )
     ddp = DistributedDataParallel(model, config, groups)
     optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=args.lr)
     if rank == 0 and args.plan:
@@ -203,17 +216,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     running.add_argument("--ep", type=int, default=2, help="expert-parallel size")
     running.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     running.add_argument("--serialize", action="store_true", help="every collective synchronous")
+    running.add_argument(
+        "--prefetch-depth", type=int, default=1, help="buckets gathered ahead; 0 is too late"
+    )
+    running.add_argument(
+        "--share-expert-buckets", action="store_true", help="one bucket a layer: nothing can hide"
+    )
     running.add_argument("--plan", action="store_true", help="print buckets and schedule first")
     running.add_argument("--profile", metavar="DIR", type=Path, help="record each rank's profile")
     running.add_argument("--warmup", type=int, default=2, help="steps before recording")
     return parser.parse_args(argv)
 
 
-def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
-    """Entry of a rank that this script spawned."""
+def run_rank(rank: int, args: argparse.Namespace, store: str | None = None) -> None:
+    """Train as one rank, started by torchrun or, with a ``store``, by this script."""
+    if args.device == "cpu":
+        share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
     backend = "nccl" if args.device == "cuda" else "gloo"
-    init = f"file://{store}"
-    dist.init_process_group(backend, init_method=init, rank=rank, world_size=args.ranks)
+    spawned = {"init_method": f"file://{store}", "rank": rank, "world_size": args.ranks}
+    dist.init_process_group(backend, **(spawned if store else {}))
     try:
         train(args)
     finally:
@@ -223,10 +244,12 @@ def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-        train(args)
-        dist.destroy_process_group()
+        run_rank(int(os.environ["RANK"]), args)
         return 0
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
+    # glibc gives large tensors back to the system and faults them in again at every use.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**25))
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         torch.multiprocessing.spawn(run_rank, (args, store), nprocs=args.ranks)

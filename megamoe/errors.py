@@ -26,3 +26,7 @@ class InputError(MegaMoEError, ValueError):
 
 class UnknownBackendError(MegaMoEError, ValueError):
     """A backend name that is not in the table."""
+
+
+class BackendUnavailableError(MegaMoEError, RuntimeError):
+    """A backend that this device, dtype, group or installation cannot run."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.backends import get_backend
+from megamoe.backends import check_backend, sm_budget_adder
 from megamoe.errors import ConfigError
 from megamoe.stages import fused_mega_moe, mega_moe_stage1, mega_moe_stage2
 from megamoe.weight import MegaMoEWeightModule, init_normal_
 
 __all__ = ["MegaMoEExperts"]
+
+
+def _nothing() -> None:
+    pass
 
 
 class MegaMoEExperts(nn.Module):
@@ -50,7 +55,7 @@ class MegaMoEExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        get_backend(backend)
+        check_backend(backend)
         ranks, rank = 1, 0
         if ep_group is not None:
             ranks, rank = dist.get_world_size(ep_group), dist.get_rank(ep_group)
@@ -69,6 +74,7 @@ class MegaMoEExperts(nn.Module):
         self.clamp = clamp
         self.fused = fused
         self.backend = backend
+        self._remove_sm_budget: Callable[[], None] = _nothing
         self.range_name = ""  # this module's path, once profiling.ranges.name_modules told it
         # fc1 first: the order of registration is the engine's first guess at the order of use.
         self.fc1_weight = MegaMoEWeightModule(
@@ -99,6 +105,15 @@ class MegaMoEExperts(nn.Module):
             generator.manual_seed(layer_seed + self.first_expert + expert)
             init_normal_(fc1.data[expert], self.init_std, generator)
             init_normal_(fc2.data[expert], self.init_std, generator)
+
+    def set_sm_budget(self, budget: Callable[[], int] | None) -> None:
+        """Leave ``budget()`` SMs free at every launch; None takes the budget back.
+
+        Only backends with kernels of their own can (triton); others ignore it. It acts on all
+        layers of the process, since they share the device: every layer may be handed the same one.
+        """
+        self._remove_sm_budget()
+        self._remove_sm_budget = sm_budget_adder(self.backend)(budget) if budget else _nothing
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """Return y [T, H] for x [T, H], ids [T, K] int64 and weights [T, K] fp32.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megamoe.backends import get_fused_router
 from megamoe.config import MegaMoEConfig
 from megamoe.weight import init_normal_
 
@@ -58,11 +59,31 @@ class MegaMoERouter(nn.Module):
             if forced == "uniform":
                 # The value is random, the gradient is the logits': the router stays in the graph.
                 logits = torch.rand_like(logits) + (logits - logits.detach())
-            topk_idx, topk_weights = self._select(logits)
+            fused = self._fused(logits)
+            if fused is not None:
+                topk_idx, topk_weights, sums, counts = fused
+                aux_loss = self._scale(logits) * (sums * counts).sum()
+            else:
+                topk_idx, topk_weights = self._select(logits)
+                aux_loss = self._aux_loss(logits)
             if forced == "even":
                 slots = torch.arange(topk_idx.numel(), device=x.device).view_as(topk_idx)
                 topk_idx = slots % config.num_moe_experts
-            return topk_idx, topk_weights, self._aux_loss(logits)
+            return topk_idx, topk_weights, aux_loss
+
+    def _fused(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+        """(ids, weights, score sums, tokens per expert) in one kernel, if the backend has one."""
+        router = get_fused_router(self.config.mega_moe_backend)
+        return None if router is None else router(logits, self.config, self._scale(logits) != 0)
+
+    def _scale(self, logits: Tensor) -> float:
+        """coeff * E / (K T^2); 0 where there is no balancing loss."""
+        config = self.config
+        if config.moe_router_load_balancing_type == "none":
+            return 0.0
+        tokens, experts = logits.shape
+        scale = config.moe_aux_loss_coeff * experts
+        return scale / (config.moe_router_topk * max(tokens, 1) ** 2)
 
     def _select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         config, k = self.config, self.config.moe_router_topk
@@ -100,18 +121,16 @@ class MegaMoERouter(nn.Module):
         scores (no groups, no forced ids): it measures what the router would do by itself.
         """
         config = self.config
-        coeff = config.moe_aux_loss_coeff
-        if coeff == 0 or config.moe_router_load_balancing_type == "none":
+        scale = self._scale(logits)
+        if scale == 0:
             return logits.new_zeros(())
         if config.moe_router_score_function == "sigmoid":
             scores = torch.sigmoid(logits)
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         else:
             scores = torch.softmax(logits, dim=-1)
-        tokens, experts = scores.shape
         ids = scores.detach().topk(config.moe_router_topk, dim=-1).indices
-        counts = torch.bincount(ids.reshape(-1), minlength=experts).to(scores.dtype)
-        scale = coeff * experts / (config.moe_router_topk * max(tokens, 1) ** 2)
+        counts = torch.bincount(ids.reshape(-1), minlength=scores.shape[1]).to(scores.dtype)
         return scale * (scores.sum(0) * counts).sum()
 
     def extra_repr(self) -> str:

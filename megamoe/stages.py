@@ -26,7 +26,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megamoe import checks
-from megamoe.backends import Group, get_backend
+from megamoe.backends import Group, select_backend
 from megamoe.functions import FusedStages, Stage1, Stage2
 
 __all__ = ["fused_mega_moe", "mega_moe_stage1", "mega_moe_stage2"]
@@ -56,11 +56,11 @@ def mega_moe_stage1(
 
     Raises InputError, UnknownBackendError.
     """
-    implementation = get_backend(backend)
     checks.check_group(w1, group, num_experts)
     checks.check_routing(x, topk_idx, topk_weights)
     checks.check_w1(x, w1)
-    checks.check_ids(topk_idx, w1, group)
+    implementation = select_backend(backend, x, w1.shape[2], w1.shape[1] // 2, group)
+    implementation.check_stage1(x, topk_idx, w1, group)
     l1_out, dispatch_weights, *handle = Stage1.apply(
         x, topk_idx, topk_weights, w1, checks.spread(group), name, implementation
     )
@@ -92,10 +92,10 @@ def mega_moe_stage2(
 
     Raises InputError, UnknownBackendError.
     """
-    implementation = get_backend(backend)
     checks.check_group(w2, group, None)
     checks.check_rows(l1_out, dispatch_weights, topk_idx, topk_weights)
     checks.check_w2(l1_out, w2)
+    implementation = select_backend(backend, l1_out, w2.shape[1], w2.shape[2], group)
     return Stage2.apply(
         l1_out,
         dispatch_weights,
@@ -127,12 +127,12 @@ def fused_mega_moe(
     The baseline to compare with: it needs both weights before it starts and yields both weight
     gradients when it ends. Arguments and errors are those of the stages.
     """
-    implementation = get_backend(backend)
     checks.check_group(w1, group, num_experts)
     checks.check_routing(x, topk_idx, topk_weights)
     checks.check_w1(x, w1)
     checks.check_fused_w2(w1, w2)
-    checks.check_ids(topk_idx, w1, group)
+    implementation = select_backend(backend, x, w1.shape[2], w1.shape[1] // 2, group)
+    implementation.check_stage1(x, topk_idx, w1, group)
     return FusedStages.apply(
         x, topk_idx, topk_weights, w1, w2, clamp, checks.spread(group), name, implementation
     )

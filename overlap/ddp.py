@@ -256,9 +256,8 @@ class DistributedDataParallel(nn.Module):
             if not self.config.overlap_param_gather:
                 issued = waited = "optimizer step"
             else:
-                issued = f"pre-hook of {order[max(0, position - depth)].name}"
-                issued = "optimizer step" if first else issued
-                waited = f"pre-hook of {bucket.name}"
+                issued = "optimizer step" if first else f"pre-hook of #{position - depth}"
+                waited = f"pre-hook of #{position}"
             layout = bucket.layout
             reduce_dtype = self.config.reduce_dtype or self.config.grad_dtype
             rows.append(

@@ -16,7 +16,8 @@ class BucketPlan:
         param_bytes, grad_bytes: What one all-gather and one reduce-scatter move, padding included.
         padding: Elements that belong to no parameter.
         group: "dp" or "edp".
-        gather_issued, gather_waited, reduce_issued: Where each happens, in words.
+        gather_issued, gather_waited, reduce_issued: Where each happens, in words; "#3" is the
+            bucket that comes fourth in the order of the gathers.
     """
 
     name: str
@@ -38,40 +39,32 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets in the order of their gathers. ``str()`` is a table."""
+    """All buckets in the order of their gathers. ``str()`` lists them, three lines each."""
 
     buckets: tuple[BucketPlan, ...]
     reduce_order: tuple[str, ...]
     learned: bool
 
     def __str__(self) -> str:
-        head = ("bucket", "params", "gather", "reduce", "padding", "group", "gather issued in")
-        rows: list[tuple[str, ...]] = [(*head, "waited for in", "reduce issued in")]
-        for b in self.buckets:
-            rows.append(
-                (
-                    b.name,
-                    str(len(b.parameters)),
-                    _bytes(b.param_bytes),
-                    _bytes(b.grad_bytes),
-                    str(b.padding),
-                    f"{b.group} x{b.group_size}",
-                    *(
-                        ("no collective: a group of one", "-", "-")
-                        if b.silent
-                        else (b.gather_issued, b.gather_waited, b.reduce_issued)
-                    ),
-                )
-            )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        number = {bucket.name: index for index, bucket in enumerate(self.buckets)}
         source = "as first used" if self.learned else "as registered (a guess until the first step)"
-        return "\n".join(
-            [f"gather order: {source}; reduce order: {' > '.join(self.reduce_order)}", *lines]
-        )
+        lines = [f"gather order: {source}"]
+        for bucket in self.buckets:
+            count = len(bucket.parameters)
+            moves = "a group of one: nothing to move"
+            if not bucket.silent:
+                moves = (
+                    f"gather {_bytes(bucket.param_bytes)} from {bucket.gather_issued}, "
+                    f"reduce {_bytes(bucket.grad_bytes)} from {bucket.reduce_issued}"
+                )
+            lines += [
+                f"#{number[bucket.name]} {bucket.name}",
+                f"    {bucket.group} x{bucket.group_size}, {count} parameter{'s' * (count > 1)}, "
+                f"padding {bucket.padding}",
+                f"    {moves}",
+            ]
+        order = " > ".join(f"#{number[name]}" for name in self.reduce_order)
+        return "\n".join([*lines, f"reduce order: {order}"])
 
 
 def _bytes(count: int) -> str:

@@ -5,6 +5,9 @@ communication kernels launched inside that range (by correlation); on a CPU, the
 `gloo.match` finds. A stage's busy time is, on a device, the compute kernels launched inside its
 range; on a CPU, where a range lasts as long as what is in it, the range itself without the waits
 for collectives inside it.
+
+On a device a collective need not have a name that `classification` knows (an own copy kernel, say):
+a kernel that is launched at an issue, on a stream on which no stage runs, communicates, too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy.typing as npt
 
 from profiling import gloo
 from profiling.classification import Work, c10d_calls, classify, gloo_ranges, has_device_work
-from profiling.intervals import EMPTY, Intervals, subtract, union
+from profiling.intervals import EMPTY, Intervals, intersect, subtract, union
 from profiling.launches import Launches
 from profiling.ranges import Kind, is_dense
 from profiling.spans import WAIT_OF, Span, find_spans, iteration_at, waits_for
@@ -54,6 +57,10 @@ class Found:
         device: Where; `CPU` without a device.
         group: Ranks that took part, or None where the trace does not say.
         group_size: How many; None likewise.
+        resumed: When the issuing thread went on to something else; None on a device, where nothing
+            can start before its launch has ended.
+        ready: When the gloo thread that ran it was free to: the call had been made, the thread's
+            earlier work was done. None on a device.
         doubt: Why ``busy`` is not known; empty where it is, or where the recording ended first.
     """
 
@@ -61,6 +68,8 @@ class Found:
     device: int = CPU
     group: tuple[int, ...] | None = None
     group_size: int | None = None
+    resumed: int | None = None
+    ready: int | None = None
     doubt: str = ""
 
 
@@ -88,7 +97,8 @@ class Attribution:
 
     Attributes:
         compute: Device -> when anything computed there.
-        communication: Device -> when anything communicated there.
+        communication: For each iteration, device -> when it communicated there: on a device what it
+            launched, for that runs later, on a CPU what ran meanwhile. None where nothing ran.
     """
 
     trace: Trace
@@ -96,7 +106,7 @@ class Attribution:
     collectives: tuple[Collective, ...]
     iterations: tuple[Span, ...]
     compute: dict[int, Intervals]
-    communication: dict[int, Intervals]
+    communication: tuple[dict[int, Intervals] | None, ...]
 
     @cached_property
     def stage_busy(self) -> dict[tuple[Kind, str], Intervals]:
@@ -118,11 +128,16 @@ def attribute(trace: Trace) -> Attribution:
     runs = [span for span in spans if span.kind in STAGES]
     if has_device_work(trace):
         launches = Launches(trace)
-        found = [_moved(trace, work, _launched(launches, issue)) for issue in issues]
-        busy = [_computed(trace, work, _launched(launches, run)) for run in runs]
+        issued = [_launched(launches, issue) for issue in issues]
+        ran = [_launched(launches, run) for run in runs]
+        _mark_unnamed(trace, work, issued, ran)
+        found = [_moved(trace, work, launched) for launched in issued]
+        busy = [_computed(trace, work, launched) for launched in ran]
+        during = [_sent(trace, work, launches, span) for span in iterations]
     else:
-        found = _ran(trace, issues, waits)
+        found = _ran(trace, issues, waits, _resumed(trace, work, issues, spans))
         busy = [_worked(run, spans) for run in runs]
+        during = [_meanwhile(trace, work, span) for span in iterations]
     return Attribution(
         trace,
         tuple(
@@ -131,16 +146,17 @@ def attribute(trace: Trace) -> Attribution:
         ),
         tuple(_collectives(iterations, issues, waits, found)),
         iterations,
-        _by_device(trace, work == Work.COMPUTE),
-        _by_device(trace, work == Work.COMMUNICATION),
+        _by_device(trace, np.flatnonzero(work == Work.COMPUTE)),
+        tuple(during),
     )
 
 
-def _by_device(trace: Trace, chosen: npt.NDArray[np.bool_]) -> dict[int, Intervals]:
+def _by_device(trace: Trace, events: npt.NDArray[np.int64]) -> dict[int, Intervals]:
+    devices = trace.device[events]
     return {
         int(device): union(trace.start[here], trace.end[here])
-        for device in np.unique(trace.device[chosen])
-        for here in [np.flatnonzero(chosen & (trace.device == device))]
+        for device in np.unique(devices)
+        for here in [events[devices == device]]
     }
 
 
@@ -163,6 +179,33 @@ def _collectives(
 
 def _launched(launches: Launches, span: Span) -> npt.NDArray[np.int64]:
     return launches.inside(span.lane, span.start, span.end)
+
+
+def _mark_unnamed(
+    trace: Trace,
+    work: npt.NDArray[np.int8],
+    issued: list[npt.NDArray[np.int64]],
+    ran: list[npt.NDArray[np.int64]],
+) -> None:
+    """Change ``work`` of kernels that are a collective, though their names do not say so.
+
+    What an issue launches on a stage's stream packs or casts for the collective, and an issue
+    that launched a known kernel has its collective; both stay as they are.
+    """
+    if not ran:
+        return
+    stages = np.unique(np.concatenate([_stream(trace, events) for events in ran]), axis=0)
+    for events in issued:
+        if (work[events] == Work.COMMUNICATION).any():
+            continue
+        kernels = events[work[events] == Work.COMPUTE]
+        beside = (_stream(trace, kernels)[:, None] != stages).any(2).all(1)
+        work[kernels[beside]] = Work.COMMUNICATION
+
+
+def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """Return the device and stream of each event, int32 [n, 2]."""
+    return np.stack((trace.device[events], trace.stream[events]), axis=1)
 
 
 def _computed(
@@ -190,7 +233,27 @@ def _moved(trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.in
     )
 
 
+def _sent(
+    trace: Trace, work: npt.NDArray[np.int8], launches: Launches, span: Span
+) -> dict[int, Intervals] | None:
+    """Return when the communication that was launched in ``span`` ran, or None without a launch."""
+    events = launches.anywhere(span.start, span.end)
+    return _by_device(trace, events[work[events] == Work.COMMUNICATION]) if len(events) else None
+
+
 # On a CPU
+
+
+def _meanwhile(trace: Trace, work: npt.NDArray[np.int8], span: Span) -> dict[int, Intervals] | None:
+    """Return when ``span`` saw communication, or None where nothing worked in it."""
+    events = np.flatnonzero(
+        (work > Work.NONE) & (trace.start < span.end) & (trace.end > span.start)
+    )
+    if not len(events):
+        return None
+    whole = _by_device(trace, events[work[events] == Work.COMMUNICATION])
+    window = np.array([[span.start, span.end]], np.int64)
+    return {device: intersect(when, window) for device, when in whole.items()}
 
 
 def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
@@ -203,7 +266,27 @@ def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
     return subtract(np.array([[run.start, run.end]], np.int64), waited)
 
 
-def _ran(trace: Trace, issues: list[Span], waits: list[Span | None]) -> list[Found]:
+def _resumed(
+    trace: Trace, work: npt.NDArray[np.int8], issues: list[Span], spans: tuple[Span, ...]
+) -> list[int]:
+    """Return for each issue when its thread next computed or entered a range of ours."""
+    computes = np.flatnonzero(work == Work.COMPUTE)
+    starts: dict[int, npt.NDArray[np.int64]] = {}
+    for lane in {issue.lane for issue in issues}:
+        entered = [span.start for span in spans if span.lane == lane]
+        computed = trace.start[computes[trace.lane[computes] == lane]]
+        starts[lane] = np.sort(np.append(computed, np.array(entered, np.int64)))
+    resumed = []
+    for issue in issues:
+        later = starts[issue.lane]
+        index = int(np.searchsorted(later, issue.end))
+        resumed.append(int(later[index]) if index < len(later) else issue.end)
+    return resumed
+
+
+def _ran(
+    trace: Trace, issues: list[Span], waits: list[Span | None], resumed: list[int]
+) -> list[Found]:
     """Return for each issue the gloo range that carried it out."""
     calls: list[gloo.Call] = []
     owners: list[int | None] = []
@@ -218,15 +301,14 @@ def _ran(trace: Trace, issues: list[Span], waits: list[Span | None]) -> list[Fou
         group = "" if owner is None else f"dense {is_dense(issues[owner].name)}"
         calls.append(gloo.Call(start, deadline, operations, _sizes(trace, event), group))
         owners.append(owner)
-    runs = [
-        gloo.Run(
-            int(trace.start[event]),
-            int(trace.end[event]),
-            trace.names[trace.name[event]],
-            _sizes(trace, event),
-        )
-        for event in gloo_ranges(trace).tolist()
-    ]
+    runs: list[gloo.Run] = []
+    free: list[int] = []  # per run, when its thread was done with the run before
+    ends: dict[int, int] = {}
+    for event in gloo_ranges(trace).tolist():
+        start, end, lane = int(trace.start[event]), int(trace.end[event]), int(trace.lane[event])
+        runs.append(gloo.Run(start, end, trace.names[trace.name[event]], _sizes(trace, event)))
+        free.append(ends.get(lane, 0))
+        ends[lane] = end
     found = [Found()] * len(issues)
     for owner, call, result in zip(owners, calls, gloo.match(calls, runs), strict=True):
         if owner is None:
@@ -236,7 +318,12 @@ def _ran(trace: Trace, issues: list[Span], waits: list[Span | None]) -> list[Fou
             continue
         run = runs[result.run]
         busy = np.array([[run.start, run.end]], np.int64)
-        found[owner] = Found(busy, group_size=_group_size(call.sizes))
+        found[owner] = Found(
+            busy,
+            group_size=_group_size(call.sizes),
+            resumed=resumed[owner],
+            ready=max(call.start, free[result.run]),
+        )
     return found
 
 

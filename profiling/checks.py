@@ -24,7 +24,7 @@ __all__ = ["BUILT_IN", "Check", "Report", "Row", "Verdict", "check"]
 THRESHOLD = 0.9
 FEWEST = 2  # occurrences; one alone decides nothing
 STRAGGLER = 5.0  # times the siblings' median
-LONG = "far longer than the others, as when a rank is late"
+LONG = "far longer than the others, as when a rank is late or starved"
 
 
 class Verdict(str, Enum):
@@ -233,10 +233,9 @@ def _set_aside(measured: list[Occurrence]) -> tuple[list[Occurrence], dict[str, 
     """Return the occurrences that speak about the schedule, and why how many others do not."""
     aside = Counter(one.aside for one in measured if one.aside)
     kept = [one for one in measured if not one.aside]
-    alone = [one.transfer for one in kept if not one.peers]
-    if len(alone) > FEWEST:
-        longest = STRAGGLER * statistics.median(alone)
-        usual = [one for one in kept if one.peers or one.transfer <= longest]
+    if len(kept) > FEWEST:
+        longest = STRAGGLER * statistics.median(one.transfer for one in kept)
+        usual = [one for one in kept if one.transfer <= longest]
         if len(usual) < len(kept):
             aside[LONG] = len(kept) - len(usual)
         kept = usual

@@ -14,9 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
+
+from profiling.files import Source
 
 __all__ = ["Args", "Event", "NotATraceError", "Scan", "scan"]
 
@@ -79,7 +81,7 @@ _NEXT = re.compile(r"\}\s*,\s*(?=" + _KEY + r")")
 _SOLID = re.compile(r"[^\s,]")
 
 
-def scan(stream: BinaryIO, take: Callable[[list[Event]], None]) -> Scan:
+def scan(stream: Source, take: Callable[[list[Event]], None]) -> Scan:
     """Decode a trace, handing its events to ``take`` piece by piece.
 
     Returns the file's other entries, wherever in it they stand, and what could not be read.
@@ -115,7 +117,7 @@ def scan(stream: BinaryIO, take: Callable[[list[Event]], None]) -> Scan:
     return found
 
 
-def _head(stream: BinaryIO) -> tuple[bytes | None, bytes]:
+def _head(stream: Source) -> tuple[bytes | None, bytes]:
     """Return what stands before the first event (None for a bare list) and what was read after."""
     buffer = b""
     while more := stream.read(PIECE):

@@ -37,3 +37,9 @@ class Launches:
         count = np.searchsorted(self._done, correlations, side="right") - begin
         rows = np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)
         return self._work[rows]
+
+    def anywhere(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the device's events launched on any thread in [start, end), each once."""
+        lanes = np.unique(self._lane).tolist()
+        found = [self.inside(lane, start, end) for lane in lanes]
+        return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)

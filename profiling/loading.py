@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import re
 import zlib
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from profiling.columns import Columns
 from profiling.decoding import NotATraceError, scan
+from profiling.files import SUFFIXES, open_trace
 from profiling.trace import Profile, Trace
 
 __all__ = ["SUFFIXES", "LoadError", "load", "load_trace"]
 
-SUFFIXES = (".json", ".json.gz")
 _RANK = re.compile(r"rank[-_]?(\d+)(?:-of-(\d+))?", re.IGNORECASE)
 
 
@@ -47,11 +46,11 @@ def load_trace(file: str | Path) -> Trace:
     """
     columns = Columns()
     try:
-        with _open(Path(file)) as stream:
+        with closing(open_trace(Path(file))) as stream:
             found = scan(stream, columns.take)
     except NotATraceError as error:
         raise LoadError(f"{file} is not a PyTorch profiler trace: {error}") from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, zlib.error) as error:
         raise LoadError(f"{file} cannot be read: {error}") from None
     rank, world_size = _rank_in(Path(file).name)
     return columns.trace(str(file), found, rank, world_size)
@@ -73,12 +72,6 @@ def _files(path: str) -> list[Path]:
 
 def _traces(paths: Iterable[Path]) -> list[Path]:
     return sorted(path for path in paths if path.name.endswith(SUFFIXES) and path.is_file())
-
-
-def _open(file: Path) -> BinaryIO:
-    if file.name.endswith(".gz"):
-        return cast(BinaryIO, gzip.open(file))
-    return file.open("rb")
 
 
 def _rank_in(name: str) -> tuple[int | None, int | None]:

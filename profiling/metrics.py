@@ -1,8 +1,8 @@
 """The figures of one collective: hidden, exposed, wait.
 
 All are taken over the *transfer*: without the time spent waiting for late ranks (see `peers`), and
-on a CPU without what ran before the issuing call returned. There a woken gloo thread often takes
-the caller's core at once; a device has nothing like it, since its kernel starts after its launch.
+on a CPU without what ran before the issuing thread went on to something else. There a woken gloo
+thread often takes the caller's core at once, in the middle of the issuing call.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiling.attribution import CPU, Attribution, Collective
+from profiling.attribution import CPU, Attribution, Collective, Found
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, total
 from profiling.peers import Transfers
 from profiling.ranges import Kind
-from profiling.spans import Span
 
-__all__ = ["IN_CALL", "LATE_PEER", "Occurrence", "exposed_communication", "measure"]
+__all__ = ["AT_ISSUE", "LATE_PEER", "STARVED", "Occurrence", "exposed_communication", "measure"]
 
 AT_ONCE = 50_000  # ns; compute that starts this soon after a collective had waited for it
 
 # Why an occurrence says nothing about the schedule.
-IN_CALL = "over before the call that issued it had returned"
-LATE_PEER = "the stage was over before the last rank joined"
+AT_ISSUE = "over before the thread that issued it went on"
+LATE_PEER = "the stage ran while the collective waited for a late rank"
+STARVED = "the stage ran while the collective waited for a core"
+SLICES = 5_000_000  # ns; more than one time slice of the scheduler
+LATE = 0.1  # of the transfer; whoever waits longer has less of the stage left to hide it
 
 
 @dataclass(frozen=True)
@@ -65,29 +67,41 @@ def measure(
     found = collective.found
     assert len(found.busy), "measure() of a collective that was not found"
     transfer, peers = transfers.of(rank.trace.rank, collective)
-    waiting = subtract(found.busy, transfer)
-    if found.device == CPU:
-        transfer = subtract(transfer, _window(collective.issue))
+    whole = transfer
+    if found.resumed is not None:
+        transfer = subtract(transfer, _window(collective.issue.start, found.resumed))
     compute = rank.compute.get(found.device, EMPTY)
     at_work = rank.stage_busy.get(stage, EMPTY)
-    hidden = total(intersect(transfer, at_work))
-    aside = ""
-    if not len(transfer):
-        aside = IN_CALL
-    elif not hidden and len(intersect(waiting, at_work)):
-        aside = LATE_PEER
     return Occurrence(
         rank=rank.trace.rank,
         iteration=collective.iteration,
         name=collective.issue.name,
         duration=total(found.busy),
         transfer=total(transfer),
-        hidden=hidden,
+        hidden=total(intersect(transfer, at_work)),
         exposed=total(subtract(transfer, compute)),
         wait=_wait_of_thread(collective) if found.device == CPU else _gap(found.busy, compute),
         peers=peers,
-        aside=aside,
+        aside=_aside(found, whole, at_work) if len(transfer) else AT_ISSUE,
     )
+
+
+def _aside(found: Found, transfer: Intervals, at_work: Intervals) -> str:
+    """Return why the stage had less time for this collective than it would have had, if so."""
+    begin = int(found.busy[0, 0])
+    since = begin if found.resumed is None else found.resumed  # the call may queue until begin
+    waited = total(found.busy) - total(transfer)
+    if waited > LATE * total(transfer) and _works(at_work, since, int(transfer[0, 0])):
+        return LATE_PEER
+    if found.ready is not None:
+        since = max(since, found.ready)
+        if begin - since > max(total(transfer), SLICES) and _works(at_work, since, begin):
+            return STARVED
+    return ""
+
+
+def _works(at_work: Intervals, start: int, end: int) -> bool:
+    return len(intersect(at_work, _window(start, end))) > 0
 
 
 def _wait_of_thread(collective: Collective) -> int:
@@ -111,26 +125,23 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
     """Return for each rank and iteration how long it communicated and did not compute, in ms.
 
     Everything that communicates counts, a stage's own exchanges as well, and so does waiting for
-    a late rank. An iteration in which nothing ran (the one that the recorder opened last) is left
-    out; a rank whose trace has no iteration ranges has an empty list.
+    a late rank. On a device it is the iteration's that launched it, however much later it ran. An
+    iteration in which nothing ran (the one that the recorder opened last) is left out; a rank
+    whose trace has no iteration ranges has an empty list.
     """
     return {
         rank.trace.label: [
-            sum(total(subtract(here, rank.compute.get(device, EMPTY))) for device, here in parts)
+            sum(
+                total(subtract(when, rank.compute.get(device, EMPTY)))
+                for device, when in communication.items()
+            )
             / 1e6
-            for span in rank.iterations
-            for parts in [_during(span, rank.communication)]
-            if _during(span, rank.compute) or parts
+            for communication in rank.communication
+            if communication is not None
         ]
         for rank in ranks
     }
 
 
-def _during(span: Span, work: dict[int, Intervals]) -> list[tuple[int, Intervals]]:
-    """Return the part of ``work`` inside ``span``, for the devices that have any."""
-    parts = [(device, intersect(when, _window(span))) for device, when in work.items()]
-    return [(device, when) for device, when in parts if len(when)]
-
-
-def _window(span: Span) -> Intervals:
-    return np.array([[span.start, span.end]], np.int64)
+def _window(start: int, end: int) -> Intervals:
+    return np.array([[start, end]], np.int64) if start < end else EMPTY

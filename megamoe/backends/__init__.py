@@ -7,19 +7,37 @@ their inputs. A module is imported when it is first asked for.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from importlib import import_module
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.errors import UnknownBackendError
+from megamoe.errors import BackendUnavailableError, UnknownBackendError
 
-__all__ = ["BACKENDS", "Backend", "Group", "get_backend"]
+__all__ = [
+    "AUTO",
+    "BACKENDS",
+    "Backend",
+    "Group",
+    "check_backend",
+    "get_backend",
+    "get_fused_router",
+    "select_backend",
+    "sm_budget_adder",
+]
 
 Group = dist.ProcessGroup | None
 
-BACKENDS = {"reference": "megamoe.backends.reference"}
+AUTO = "auto"
+
+BACKENDS = {
+    "reference": "megamoe.backends.reference",
+    "triton": "megamoe.backends.triton",
+}
 
 
 class Backend(Protocol):
@@ -28,6 +46,9 @@ class Backend(Protocol):
     ``group`` is None where the experts live on one rank. The ``needs`` flags are those of
     autograd: what is not needed is returned as None, and ranks of a group agree on them.
     """
+
+    def check_stage1(self, x: Tensor, topk_idx: Tensor, w1: Tensor, group: Group) -> None:
+        """Raise a MegaMoEError for what this backend cannot take, an id out of range included."""
 
     def stage1_forward(
         self,
@@ -79,10 +100,87 @@ class Backend(Protocol):
         """Return (dx, grad topk_weights, dW1)."""
 
 
+_loaded: dict[str, Backend] = {}
+_announced: set[str] = set()
+_log = logging.getLogger("megamoe")
+
+
+def check_backend(name: str) -> None:
+    """Raise UnknownBackendError unless ``name`` is a backend or "auto"; import what it names.
+
+    A region that torch.compile traces cannot import, so whoever builds a layer calls this.
+    """
+    if name == AUTO:
+        get_backend("reference")
+        _triton_or_reason()
+    else:
+        get_backend(name)
+
+
 def get_backend(name: str) -> Backend:
-    """Return the backend of that name, or raise UnknownBackendError with the valid names."""
-    if name not in BACKENDS:
-        raise UnknownBackendError(
-            f"backend {name!r} is unknown; the backends are {sorted(BACKENDS)}"
-        )
-    return cast(Backend, import_module(BACKENDS[name]))
+    """Return the backend of that name.
+
+    Raises UnknownBackendError with the valid names, BackendUnavailableError where what it is built
+    on is not installed.
+    """
+    if name not in _loaded:
+        if name not in BACKENDS:
+            raise UnknownBackendError(
+                f"backend {name!r} is unknown; the backends are {sorted((*BACKENDS, AUTO))}"
+            )
+        try:
+            module = import_module(BACKENDS[name])
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f"backend {name!r} cannot be imported ({error}); 'triton' needs Triton 3.4 or later"
+            ) from error
+        _loaded[name] = cast(Backend, module)
+    return _loaded[name]
+
+
+def select_backend(name: str, x: Tensor, hidden: int, ffn: int, group: Group) -> Backend:
+    """Return the named backend. "auto" is triton where it can run, else the reference; which one,
+    and why not triton, goes to the log ("megamoe", level INFO) once.
+
+    Raises UnknownBackendError.
+    """
+    if name != AUTO:
+        return get_backend(name)
+    found = _triton_or_reason()
+    reason = found if isinstance(found, str) else found.unsupported(x, hidden, ffn, group)
+    if reason is None:
+        _say("backend 'auto': triton")
+        return get_backend("triton")
+    _say(f"backend 'auto': reference, because triton {reason}")
+    return get_backend("reference")
+
+
+def get_fused_router(
+    name: str,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor] | None] | None:
+    """Return what computes a router from its logits on in one kernel, or None.
+
+    It takes (logits, config, balance) and returns None for logits that it cannot take; otherwise
+    (ids [T, K], weights [T, K], score sums [E], tokens [E]), the last two over all tokens.
+    """
+    found = _triton_or_reason() if name in (AUTO, "triton") else ""
+    return None if isinstance(found, str) else found.fused_router
+
+
+def sm_budget_adder(name: str) -> Callable[[Callable[[], int]], Callable[[], None]]:
+    """Return what registers an SM budget with the backend and returns how to take it back."""
+    found = _triton_or_reason() if name in (AUTO, "triton") else ""
+    return (lambda budget: lambda: None) if isinstance(found, str) else found.add_sm_budget
+
+
+def _triton_or_reason() -> Any:
+    try:
+        return get_backend("triton")
+    except BackendUnavailableError as error:
+        return f"is missing: {error}"
+
+
+def _say(text: str) -> None:
+    if text not in _announced and not torch.compiler.is_compiling():
+        _announced.add(text)
+        _log.info(text)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe import checks
 from megamoe.backends import Group
 from megamoe.backends.dispatch import (
     Routes,
@@ -24,7 +25,18 @@ from megamoe.backends.dispatch import (
 from megamoe.backends.products import rows_by_weight, rows_by_weight_t, weight_grad
 from megamoe.errors import InputError
 
-__all__ = ["stage1_backward", "stage1_forward", "stage2_backward", "stage2_forward"]
+__all__ = [
+    "check_stage1",
+    "stage1_backward",
+    "stage1_forward",
+    "stage2_backward",
+    "stage2_forward",
+]
+
+
+def check_stage1(x: Tensor, topk_idx: Tensor, w1: Tensor, group: Group) -> None:
+    """Raise InputError for an id out of range. Reads the ids on the host."""
+    checks.check_ids(topk_idx, w1, group)
 
 
 def stage1_forward(

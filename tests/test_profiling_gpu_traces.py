@@ -1,0 +1,57 @@
+"""Verdicts on real GPU traces, which `data/record_gpu_traces.py` recorded on one H200.
+
+Two layers, four iterations, so two checks of two layers with four occurrences each.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import profiling
+from profiling import Verdict
+
+DATA = Path(__file__).parent / "data"
+CLOCK = json.loads((DATA / "gpu_clock.json").read_text(encoding="utf-8"))
+LAYERS = ["layers.0.experts", "layers.1.experts"]
+
+
+def judge(variant):
+    report = profiling.check(DATA / f"gpu_{variant}.pt.trace.json.gz")
+    assert [row.layer for row in report.rows] == 2 * LAYERS
+    assert [row.occurrences for row in report.rows] == [4, 4, 4, 4]
+    assert not any(row.set_aside for row in report.rows)
+    assert not report.notes
+    return report
+
+
+def test_split_hides_both_collectives_in_both_layers():
+    report = judge("split")
+    assert {row.verdict for row in report.rows} == {Verdict.PASS}
+    assert all(row.spread[0] > 0.98 for row in report.rows)
+    assert all(row.wait_ms == 0 for row in report.rows)
+
+
+@pytest.mark.parametrize("variant", ["late", "fused", "serialised"])
+def test_every_other_schedule_hides_nothing(variant):
+    report = judge(variant)
+    assert {row.verdict for row in report.rows} == {Verdict.FAIL}
+    assert all(row.hidden == 0 for row in report.rows)
+    assert all("issue it before the stage" in row.finding for row in report.rows)
+
+
+def test_serialised_exposes_what_the_clock_measured_of_the_collectives_alone():
+    one = CLOCK["communication_ms"] / CLOCK["collectives_per_step"]
+    report = judge("serialised")
+    rows = report.rows
+    assert report.exposed_ms == {"rank 0": [pytest.approx(4 * one, rel=0.05)] * 4}
+    assert [row.exposed_ms for row in rows] == [pytest.approx(one, rel=0.05)] * 4
+    assert [row.wait_ms for row in rows] == [pytest.approx(one, rel=0.05)] * 4
+
+
+@pytest.mark.parametrize("variant", ["late", "fused"])
+def test_a_late_reduction_hides_under_the_wrong_stage(variant):
+    """It runs beside the compute of whatever comes next, yet not under its own stage."""
+    for row in judge(variant).rows[2:]:
+        assert row.hidden == 0
+        assert row.exposed_ms < 0.1 * CLOCK["communication_ms"] / CLOCK["collectives_per_step"]

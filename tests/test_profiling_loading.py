@@ -1,0 +1,265 @@
+"""Loading: formats, where ranks come from, damaged files; the two decoders agree."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from profiling import decoding
+from profiling.loading import LoadError, load, load_trace
+from profiling.trace import Category
+from tests.kineto import TraceBuilder, cpu_iteration, gpu_iteration
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+
+
+def sample(rank=0, **kwargs):
+    trace = TraceBuilder(rank, **kwargs)
+    for number in range(20):
+        cpu_iteration(trace, number, 1e6 + 2000 * number, gather=(150, 650))
+        gpu_iteration(trace, number, 2e6 + 2000.25 * number, gather=(150, 650))
+    return trace
+
+
+def columns(trace):
+    return {
+        "start": trace.start.tolist(),
+        "end": trace.end.tolist(),
+        "name": [trace.names[index] for index in trace.name],
+        "category": trace.category.tolist(),
+        "lane": [trace.lanes[index] for index in trace.lane],
+        "device": trace.device.tolist(),
+        "stream": trace.stream.tolist(),
+        "correlation": trace.correlation.tolist(),
+        "details": trace.details,
+        "metadata": trace.metadata,
+    }
+
+
+def expected(trace):
+    """The columns, straight from the builder's events."""
+    events = trace.events
+    times = [(round(event["ts"] * 1000), round(event["dur"] * 1000)) for event in events]
+    return {
+        "start": [start for start, _ in times],
+        "end": [start + duration for start, duration in times],
+        "name": [event["name"] for event in events],
+        "lane": [(event["pid"], event["tid"]) for event in events],
+        "device": [event["args"].get("device", -1) for event in events],
+        "correlation": [event["args"].get("correlation", -1) for event in events],
+    }
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.pt.trace.json.gz"])
+def test_every_event_arrives_with_its_columns(tmp_path, name):
+    trace = sample()
+    loaded = load_trace(trace.write(tmp_path, name))
+    got = columns(loaded)
+    for column, values in expected(trace).items():
+        assert got[column] == values, column
+    assert loaded.notes == ()
+    assert loaded.metadata == trace.metadata
+
+
+@pytest.mark.parametrize("indent", [None, 0, 2], ids=["compact", "lines", "indented"])
+@pytest.mark.parametrize("piece", [600, 5000], ids=["tiny-pieces", "some-pieces"])
+def test_pieces_change_nothing(tmp_path, monkeypatch, piece, indent):
+    trace = sample()
+    # An argument that looks like the border between two events, and one like the end of the list.
+    trace.add("cpu_op", "},{]}", 5e6, 5e6 + 1, 1, odd=[{"ph": 1}, {"ph": 2}], x=[{"a": [{}]}])
+    path = tmp_path / "a.json"
+    entry = {"traceEvents": trace.events, "after": [{"name": 1}, {"name": 2}], **trace.metadata}
+    path.write_text(json.dumps(entry, indent=indent))
+    whole = columns(load_trace(path))
+    monkeypatch.setattr(decoding, "PIECE", piece)
+    assert columns(load_trace(path)) == whole
+    assert len(whole["start"]) == len(trace.events)
+    assert whole["metadata"]["after"] == entry["after"]
+
+
+def test_the_slow_decoder_agrees_with_the_typed_one(tmp_path, monkeypatch):
+    path = sample().write(tmp_path)
+    monkeypatch.setattr(decoding, "PIECE", 5000)
+    typed = columns(load_trace(path))
+    monkeypatch.setattr(decoding, "_decode", lambda piece: None)
+    assert columns(load_trace(path)) == typed
+
+
+def test_a_bare_list_of_events(tmp_path):
+    trace = sample()
+    path = tmp_path / "rank3.json"
+    path.write_text(json.dumps(trace.events))
+    loaded = load_trace(path)
+    assert len(loaded) == len(trace.events)
+    assert loaded.rank == 3
+
+
+def test_nanoseconds_count_from_the_files_base_time(tmp_path):
+    trace = TraceBuilder()
+    trace.metadata["baseTimeNanoseconds"] = 1_790_857_026_000_000_000
+    trace.op("aten::mm", 5110381546344.740, 5110381546344.740 + 0.9)
+    loaded = load_trace(trace.write(tmp_path))
+    assert loaded.start[0] == 1_790_857_026_000_000_000 + 5110381546344740
+    assert abs(loaded.end[0] - loaded.start[0] - 900) <= 1
+
+
+def test_thread_names_of_metadata_events(tmp_path):
+    trace = sample()
+    trace.events.append(
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 200, "args": {"name": "pt_gloo"}}
+    )
+    loaded = load_trace(trace.write(tmp_path))
+    assert [loaded.thread_names[i] for i, lane in enumerate(loaded.lanes) if lane.tid == 200] == [
+        "pt_gloo"
+    ]
+
+
+DAMAGE = {
+    "time as text": ('"ts": 1000000.0', '"ts": "1000000.0"', 0),
+    "control character in a name": ("aten::mm", "aten\x01::mm", 0),
+    "not UTF-8": ("aten::mm", "aten\udcff::mm", 0),
+    "NaN duration": ('"dur": 2000.0', '"dur": NaN', 20),
+    "negative duration": ('"dur": 2000.0', '"dur": -5', 20),
+    "absurd duration": ('"dur": 2000.0', '"dur": 9e15', 20),
+    "no duration": ('"dur": 2000.0', '"gone": 1', 20),
+    "null arguments": ('"args": {}', '"args": null', 0),
+    "no JSON": ('"ts": 1000000.0,', '"ts": 1000000.0 1,', 4),
+    "time that is none": ('"ts": 1000000.0', '"ts": "soon"', 4),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_costs_only_the_events_it_hits_and_is_reported(tmp_path, kind):
+    trace = TraceBuilder()
+    for number in range(20):
+        cpu_iteration(trace, number, 1e6 + 2000 * number, gather=(150, 650))
+    old, new, lost = DAMAGE[kind]
+    text = trace.text()
+    assert old in text
+    path = tmp_path / "a.json"
+    path.write_bytes(text.replace(old, new).encode("utf-8", "surrogateescape"))
+    loaded = load_trace(path)
+    if kind in ("no JSON", "time that is none"):
+        lost = text.count(old)
+    assert len(loaded) == len(trace.events) - lost
+    assert loaded.rank == 0
+    if lost:
+        assert f"{lost} events dropped" in loaded.notes[0]
+    else:
+        assert loaded.notes == ()
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_truncated_file_is_read_up_to_the_cut_and_says_so(tmp_path, name):
+    trace = sample()
+    path = trace.write(tmp_path, name)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    loaded = load_trace(path)
+    assert 0 < len(loaded) < len(trace.events)
+    assert columns(loaded)["start"] == expected(trace)["start"][: len(loaded)]
+    assert "cut off" in loaded.notes[0]
+    assert loaded.metadata == trace.metadata, "what stands before the events is kept"
+
+
+def test_no_events_is_a_trace(tmp_path):
+    loaded = load_trace(TraceBuilder().write(tmp_path))
+    assert len(loaded) == 0
+    assert loaded.notes == ()
+
+
+def test_a_directory_a_pattern_and_a_file_give_ranks_in_order(tmp_path):
+    for rank in (10, 9, 0):
+        sample(rank, world_size=11).write(tmp_path, f"r{rank}.json.gz")
+    (tmp_path / "notes.txt").write_text("not a trace")
+    assert [trace.rank for trace in load(tmp_path).traces] == [0, 9, 10]
+    assert [trace.rank for trace in load(str(tmp_path / "r*0.json.gz")).traces] == [0, 10]
+    assert [trace.rank for trace in load(tmp_path / "r9.json.gz").traces] == [9]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "world_size"),
+    [
+        ("rank7-of-8.123.pt.trace.json", 7, 8),
+        ("sampled_rank-12.json", 12, None),
+        ("x_rank3_y.json", 3, None),
+        ("trace.json", None, None),
+    ],
+)
+def test_rank_from_the_file_name_where_the_trace_has_none(tmp_path, name, rank, world_size):
+    trace = sample()
+    del trace.metadata["distributedInfo"]
+    loaded = load_trace(trace.write(tmp_path, name))
+    assert (loaded.rank, loaded.world_size) == (rank, world_size)
+
+
+def test_what_cannot_be_one_run_is_refused_by_name(tmp_path):
+    sample(1).write(tmp_path, "a.json")
+    sample(1).write(tmp_path, "b.json")
+    with pytest.raises(LoadError, match=r"rank 1 is in both .*a\.json and .*b\.json"):
+        load(tmp_path)
+    sample(2, world_size=4).write(tmp_path, "b.json")
+    with pytest.raises(LoadError, match="runs with 1 and 4 ranks"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no list of traceEvents"),
+        (b"hello", "no list of traceEvents"),
+        (b'{"a": 1}', "no list of traceEvents"),
+        (b'{"traceEvents": 5}', "no list of traceEvents"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name(tmp_path, content, message):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(LoadError, match=rf"a\.json is not a PyTorch profiler trace: .*{message}"):
+        load(path)
+
+
+def test_wrong_paths(tmp_path):
+    with pytest.raises(LoadError, match="nowhere does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(LoadError, match="holds no trace"):
+        load(tmp_path)
+    (tmp_path / "a.json.gz").write_bytes(b"not gzip")
+    with pytest.raises(LoadError, match=r"a\.json\.gz cannot be read"):
+        load(tmp_path)
+
+
+def test_reading_imports_no_torch(tmp_path):
+    path = sample().write(tmp_path)
+    code = (
+        "import sys, profiling.cli; profiling.cli.main(sys.argv[1:]); print('torch' in sys.modules)"
+    )
+    run = [sys.executable, "-c", code, "check", str(path)]
+    assert subprocess.run(run, capture_output=True, text=True).stdout.endswith("False\n")
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the public traces are not on this machine")
+@pytest.mark.parametrize(
+    ("name", "kernels", "rank"),
+    [
+        ("a100_nccl_rank0.json.gz", 2700, 0),
+        ("mi300_resnet_rccl.json.gz", 2995, 0),
+        ("sampled_rank-1.json.gz", 1104, 1),
+        ("cpu_only_rank-34.json.gz", 0, 34),
+        ("mi250_minitoy.json.gz", 14, None),
+    ],
+)
+def test_public_traces(name, kernels, rank):
+    loaded = load_trace(TRACES / name)
+    assert int((loaded.category == Category.KERNEL).sum()) == kernels
+    assert loaded.rank == rank
+    assert loaded.notes == ()
+    with gzip.open(TRACES / name) as file:
+        events = json.load(file)["traceEvents"]
+    durations = [event["dur"] for event in events if event.get("cat") == "kernel"]
+    chosen = loaded.category == Category.KERNEL
+    assert np.allclose((loaded.end - loaded.start)[chosen], np.array(durations) * 1000, atol=1)
