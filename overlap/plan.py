@@ -39,7 +39,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets in the order of their gathers. ``str()`` lists them, three lines each."""
+    """All buckets in the order of their gathers. ``str()`` lists them, four lines each."""
 
     buckets: tuple[BucketPlan, ...]
     reduce_order: tuple[str, ...]
@@ -51,17 +51,19 @@ class Plan:
         lines = [f"gather order: {source}"]
         for bucket in self.buckets:
             count = len(bucket.parameters)
-            moves = "a group of one: nothing to move"
-            if not bucket.silent:
-                moves = (
-                    f"gather {_bytes(bucket.param_bytes)} from {bucket.gather_issued}, "
-                    f"reduce {_bytes(bucket.grad_bytes)} from {bucket.reduce_issued}"
-                )
             lines += [
                 f"#{number[bucket.name]} {bucket.name}",
                 f"    {bucket.group} x{bucket.group_size}, {count} parameter{'s' * (count > 1)}, "
                 f"padding {bucket.padding}",
-                f"    {moves}",
+            ]
+            if bucket.silent:
+                lines.append("    a group of one: nothing to move")
+                continue
+            lines += [
+                f"    gather {_bytes(bucket.param_bytes)} from {bucket.gather_issued}, "
+                f"waited for in {bucket.gather_waited}",
+                f"    reduce {_bytes(bucket.grad_bytes)} from {bucket.reduce_issued}, "
+                "waited for in finish_grad_sync",
             ]
         order = " > ".join(f"#{number[name]}" for name in self.reduce_order)
         return "\n".join([*lines, f"reduce order: {order}"])
