@@ -148,7 +148,13 @@ def train(args: argparse.Namespace) -> None:
     recording = nullcontext()
     if args.profile:
         active = args.steps - args.warmup
-        recording = profiling.record(args.profile, wait=0, warmup=args.warmup, active=active)
+        recording = profiling.record(
+            args.profile,
+            wait=0,
+            warmup=args.warmup,
+            active=active,
+            settle=ddp.finish_in_flight,
+        )
     with recording as recorder:
         for step in range(1, args.steps + 1):
             start = time.perf_counter()

@@ -204,6 +204,11 @@ class DistributedDataParallel(nn.Module):
         """Make every parameter safe to read, from any code. A collective."""
         self.gather.finish()
 
+    def finish_in_flight(self) -> None:
+        """Wait for the gathers that are on their way, and issue none: hand it to
+        `profiling.record` as ``settle``. No collective of its own."""
+        self.gather.finish_issued()
+
     def finish_grad_sync(self) -> int:
         """Make every reduced gradient safe to read. A collective; the optimizer calls it.
 

@@ -124,6 +124,11 @@ class GatherSchedule:
             for bucket in self.order:
                 self._wait(bucket)
 
+    def finish_issued(self) -> None:
+        """Wait for what is on its way, and issue nothing."""
+        for bucket in self.order[: self._issued]:
+            self._wait(bucket)
+
     # The optimizer step
 
     def first(self) -> list[Bucket]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -25,18 +25,21 @@ class Recorder:
         iteration: Number of the running iteration, from 0.
     """
 
-    def __init__(self, profiler: profile, last: int) -> None:
+    def __init__(self, profiler: profile, last: int, settle: Callable[[], None]) -> None:
         self.iteration = 0
         self._profiler = profiler
         self._last = last
+        self._settle = settle
         self._range: AbstractContextManager[object] | None = None
         self._open()
 
     def step(self) -> None:
         """End the running iteration and begin the next. Call it once at the end of each."""
         self.close()
-        self._profiler.step()
         self.iteration += 1
+        if self.iteration == self._last:
+            self._settle()
+        self._profiler.step()
         if self.iteration < self._last:
             self._open()
 
@@ -58,6 +61,7 @@ def record(
     wait: int = 1,
     warmup: int = 1,
     active: int = 3,
+    settle: Callable[[], None] = lambda: None,
     record_shapes: bool = True,
     with_stack: bool = False,
 ) -> Iterator[Recorder]:
@@ -75,6 +79,9 @@ def record(
     Args:
         directory: Made where it does not exist. One recording per directory: `load` refuses two
             files of one rank.
+        settle: Called before the profiler stops. On gloo give the engine's
+            ``ddp.finish_in_flight``: torch (2.13, at least) crashes if a profile stops while a gloo
+            collective is on its way.
         record_shapes: Tensor sizes. They tell gloo's collectives apart, so leave it on for CPU
             runs.
         with_stack: Python stacks, at a price in time and size.
@@ -119,11 +126,13 @@ def record(
     ) as profiler:
         if not dist.is_initialized():  # otherwise torch writes it, with the process groups
             profiler.preset_metadata_json("distributedInfo", '{"rank": 0, "world_size": 1}')
-        recorder = Recorder(profiler, wait + warmup + active)
+        recorder = Recorder(profiler, wait + warmup + active, settle)
         try:
             yield recorder
         finally:
             recorder.close()
+            if recorder.iteration < wait + warmup + active:  # the block ended early
+                settle()
     if not written:
         warnings.warn(
             f"nothing was recorded into {directory}: that takes wait + warmup = {wait + warmup} "

@@ -74,8 +74,10 @@ def ranges_of_a_step() -> list[tuple[str, str]]:
         optimizer.step()
 
     step()
+    ddp.finish_in_flight()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
+        ddp.finish_in_flight()
     found = (ranges.parse(event.name) for event in profiler.events())
     return [(r.kind.name, r.name) for r in found if r is not None and "overlap" in r.kind.value]
 

@@ -46,3 +46,24 @@ def test_no_clock_no_figure(ranks: Ranks) -> None:
 
 def test_a_group_of_one_waits_for_nothing(ranks: Ranks) -> None:
     assert ranks.run(1, waited_for_a_late_rank) == [[0, 0]]
+
+
+def gather_states() -> list[list[str]]:
+    """The buckets' states after a step, and after its gathers on their way have been waited for."""
+    ddp = DistributedDataParallel(Model(), OverlapConfig(), ProcessGroups.build())
+    optimizer = DistributedOptimizer(ddp, torch.optim.SGD, lr=0.1)
+    tokens, targets = batch(0, 1)
+    torch.nn.functional.cross_entropy(ddp(tokens), targets).backward()
+    optimizer.step()
+    states = []
+    for settle in (lambda: None, ddp.finish_in_flight, ddp.finish_in_flight):
+        settle()
+        states.append(sorted(bucket.param_state.value for bucket in ddp.buckets))
+    ddp(tokens)
+    return states
+
+
+def test_what_is_on_its_way_is_waited_for_and_nothing_issued(ranks: Ranks) -> None:
+    for before, after, again in ranks.run(2, gather_states):
+        assert before == ["gathering"] + ["stale"] * 4
+        assert after == again == ["ready"] + ["stale"] * 4

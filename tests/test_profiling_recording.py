@@ -153,3 +153,16 @@ class _Stop(Exception):
 class _Raises:
     def __init__(self, **kwargs):
         raise _Stop
+
+
+@pytest.mark.parametrize("made", [2, 3, 5], ids=["cut short", "as planned", "gone on"])
+def test_the_run_is_settled_once_while_the_profiler_still_runs(tmp_path, made):
+    running = []
+
+    def settle():
+        running.append(torch._C._autograd._profiler_enabled())
+
+    with record(tmp_path, wait=0, warmup=1, active=2, settle=settle) as recorder:
+        for _ in range(made):
+            recorder.step()
+    assert running == [True]
