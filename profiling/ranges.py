@@ -13,7 +13,7 @@ A label is ``kind[name]``, or ``kind`` alone where there is nothing to name:
 The name of a stage is the path of its experts module. The name of a collective is the path of the
 weight module whose bucket it moves; an expert bucket that holds several weights lists them joined
 by commas (which is how a trace shows that a bucket is shared), a bucket of dense parameters is
-called ``dense.<index>``.
+called ``dense.<index>``, and one of expert parameters outside weight modules ``expert.<index>``.
 """
 
 from __future__ import annotations
