@@ -11,6 +11,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -30,7 +31,8 @@ def train(out: Path, *flags: str) -> Report:
     """Train and profile in processes of their own; return what the profile says."""
     script = Path(__file__).with_name("train_moe.py")
     command = [sys.executable, str(script), *TRAIN, *flags, "--profile", str(out)]
-    print(f"$ train_moe.py {' '.join((*TRAIN, *flags))}", flush=True)
+    shown = f"$ train_moe.py {' '.join((*TRAIN, *flags))}"
+    print(textwrap.fill(shown, 100, subsequent_indent="    "), flush=True)
     subprocess.run(command, check=True)
     return profiling.check(out)
 
