@@ -30,7 +30,7 @@ FORMAT = 1
 def save(optimizer: DistributedOptimizer) -> dict[str, Any]:
     """Return this rank's part."""
     pieces = {}
-    for name, (piece, master) in _pieces(optimizer).items():
+    for name, (piece, master) in optimizer.pieces().items():
         start, stop = _range(piece)
         pieces[name] = {
             "start": start,
@@ -54,7 +54,7 @@ def load(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
             f"expected {FORMAT}"
         )
     _check("sizes", state["sizes"], _sizes(optimizer))
-    own = _pieces(optimizer)
+    own = optimizer.pieces()
     saved = state["pieces"]
     _check(
         "the parts of parameters on this rank",
@@ -81,14 +81,6 @@ def load(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, (_, master) in own.items():
             master.copy_(saved[name]["master"])
-
-
-def _pieces(optimizer: DistributedOptimizer) -> dict[str, tuple[Piece, torch.nn.Parameter]]:
-    return {
-        piece.member.spec.name: (piece, master)
-        for shard in optimizer.shards.values()
-        for piece, master in zip(shard.pieces, shard.masters, strict=True)
-    }
 
 
 def _range(piece: Piece) -> tuple[int, int]:

@@ -121,8 +121,7 @@ class GatherSchedule:
         run its forward, before any of them gets on."""
         if self._unready:
             self.issue_all()
-            for bucket in self.order:
-                self._wait(bucket)
+            self.finish_issued()
 
     def finish_issued(self) -> None:
         """Wait for what is on its way, and issue nothing."""

@@ -14,6 +14,7 @@ from overlap import checkpoint, collectives
 from overlap.bucket import Bucket, Slot
 from overlap.ddp import DistributedDataParallel
 from overlap.errors import NonFiniteGradientError
+from overlap.layout import Piece
 from overlap.shard import MasterShard
 from profiling import ranges
 from profiling.ranges import Kind
@@ -76,10 +77,10 @@ class DistributedOptimizer(Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
-    def masters(self) -> dict[str, nn.Parameter]:
-        """This rank's fp32 masters by the name of the parameter that they are a part of."""
+    def pieces(self) -> dict[str, tuple[Piece, nn.Parameter]]:
+        """This rank's pieces and their fp32 masters by the name of the parameter they are of."""
         return {
-            piece.member.spec.name: master
+            piece.member.spec.name: (piece, master)
             for shard in self.shards.values()
             for piece, master in zip(shard.pieces, shard.masters, strict=True)
         }
@@ -91,7 +92,7 @@ class DistributedOptimizer(Optimizer):
         }
         given: list[Any] = list(slots) if params is None else list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-        masters = self.masters()
+        masters = {name: master for name, (_, master) in self.pieces().items()}
         result = []
         for group in groups:
             if "params" not in group:
@@ -160,7 +161,7 @@ class DistributedOptimizer(Optimizer):
 
     def _check_for_nan(self) -> None:
         names = [slot.name for bucket in self.ddp.buckets for slot in bucket.slots]
-        masters = self.masters()
+        masters = {name: master for name, (_, master) in self.pieces().items()}
         bad = torch.zeros(len(names), device=self.ddp.device)
         for index, name in enumerate(names):
             if name in masters:

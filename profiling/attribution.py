@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from profiling import gloo
 from profiling.classification import Work, c10d_calls, classify, gloo_ranges, has_device_work
-from profiling.intervals import EMPTY, Intervals, intersect, subtract, union
+from profiling.intervals import EMPTY, Intervals, intersect, subtract, union, window
 from profiling.launches import Launches
 from profiling.ranges import Kind, is_dense
 from profiling.spans import WAIT_OF, Span, find_spans, iteration_at, waits_for
@@ -252,8 +252,8 @@ def _meanwhile(trace: Trace, work: npt.NDArray[np.int8], span: Span) -> dict[int
     if not len(events):
         return None
     whole = _by_device(trace, events[work[events] == Work.COMMUNICATION])
-    window = np.array([[span.start, span.end]], np.int64)
-    return {device: intersect(when, window) for device, when in whole.items()}
+    during = window(span.start, span.end)
+    return {device: intersect(when, during) for device, when in whole.items()}
 
 
 def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
@@ -263,7 +263,7 @@ def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
         np.array([wait.start for wait in waits], np.int64),
         np.array([wait.end for wait in waits], np.int64),
     )
-    return subtract(np.array([[run.start, run.end]], np.int64), waited)
+    return subtract(window(run.start, run.end), waited)
 
 
 def _resumed(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["EMPTY", "Intervals", "intersect", "subtract", "tail", "total", "union"]
+__all__ = ["EMPTY", "Intervals", "intersect", "subtract", "tail", "total", "union", "window"]
 
 Intervals = npt.NDArray[np.int64]
 
@@ -73,3 +73,8 @@ def tail(a: Intervals, length: int) -> Intervals:
     if len(kept):
         kept[0, 0] += max(0, total(kept) - length)
     return kept
+
+
+def window(start: int, end: int) -> Intervals:
+    """Return the one interval from ``start`` to ``end``; nothing where it would be empty."""
+    return np.array([[start, end]], np.int64) if start < end else EMPTY

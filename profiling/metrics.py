@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profiling.attribution import CPU, Attribution, Collective, Found
-from profiling.intervals import EMPTY, Intervals, intersect, subtract, total
+from profiling.intervals import EMPTY, Intervals, intersect, subtract, total, window
 from profiling.peers import Transfers
 from profiling.ranges import Kind
 
@@ -69,7 +69,7 @@ def measure(
     transfer, peers = transfers.of(rank.trace.rank, collective)
     whole = transfer
     if found.resumed is not None:
-        transfer = subtract(transfer, _window(collective.issue.start, found.resumed))
+        transfer = subtract(transfer, window(collective.issue.start, found.resumed))
     compute = rank.compute.get(found.device, EMPTY)
     at_work = rank.stage_busy.get(stage, EMPTY)
     return Occurrence(
@@ -101,7 +101,7 @@ def _aside(found: Found, transfer: Intervals, at_work: Intervals) -> str:
 
 
 def _works(at_work: Intervals, start: int, end: int) -> bool:
-    return len(intersect(at_work, _window(start, end))) > 0
+    return len(intersect(at_work, window(start, end))) > 0
 
 
 def _wait_of_thread(collective: Collective) -> int:
@@ -141,7 +141,3 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
         ]
         for rank in ranks
     }
-
-
-def _window(start: int, end: int) -> Intervals:
-    return np.array([[start, end]], np.int64) if start < end else EMPTY

@@ -104,6 +104,7 @@ def record(
             "may run in turn under a profiler: unset it to see what overlaps",
             stacklevel=3,
         )
+    last = wait + warmup + active
     rank, world_size = _rank()
     name = f"rank{rank}-of-{world_size}"
     write = tensorboard_trace_handler(str(directory), worker_name=name, use_gzip=True)
@@ -126,12 +127,12 @@ def record(
     ) as profiler:
         if not dist.is_initialized():  # otherwise torch writes it, with the process groups
             profiler.preset_metadata_json("distributedInfo", '{"rank": 0, "world_size": 1}')
-        recorder = Recorder(profiler, wait + warmup + active, settle)
+        recorder = Recorder(profiler, last, settle)
         try:
             yield recorder
         finally:
             recorder.close()
-            if recorder.iteration < wait + warmup + active:  # the block ended early
+            if recorder.iteration < last:  # the block ended early
                 settle()
     if not written:
         warnings.warn(
