@@ -151,12 +151,21 @@ def _details(event: Event) -> Details:
         with suppress(msgspec.MsgspecError, RecursionError):  # nested beyond any real shape
             sizes |= set(_sizes(msgspec.json.decode(args.dims)))
     return Details(
-        args.collective or None,
-        args.group or None,
-        _ranks(args.group_ranks),
-        args.group_size if args.group_size >= 0 else None,
-        frozenset(sizes),
+        collective=args.collective or None,
+        group=args.group or None,
+        group_ranks=_ranks(args.group_ranks),
+        group_size=_known(args.group_size),
+        sizes=frozenset(sizes),
+        dtype=args.dtype or None,
+        in_elements=_known(args.in_elements),
+        out_elements=_known(args.out_elements),
+        sequence=_known(args.sequence),
+        comms_id=str(args.comms_id) or None,
     )
+
+
+def _known(number: int) -> int | None:
+    return number if number >= 0 else None
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:

@@ -50,6 +50,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     group_size: int = msgspec.field(default=-1, name="Group size")
     in_elements: int = msgspec.field(default=-1, name="In msg nelems")
     out_elements: int = msgspec.field(default=-1, name="Out msg nelems")
+    dtype: str = ""
+    sequence: int = msgspec.field(default=-1, name="Seq")
+    comms_id: int | str = msgspec.field(default="", name="Comms Id")  # 64 bits without a sign
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
 
 

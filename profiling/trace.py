@@ -56,6 +56,11 @@ class Details(NamedTuple):
     group_ranks: tuple[int, ...] | None = None
     group_size: int | None = None
     sizes: frozenset[int] = frozenset()  # numbers of elements of its tensors
+    dtype: str | None = None  # c10d's word for it: "BFloat16", "Float", ...
+    in_elements: int | None = None
+    out_elements: int | None = None
+    sequence: int | None = None  # the group counts its collectives; newer torch only
+    comms_id: str | None = None  # the same on every rank of the collective, and for no other
 
 
 @dataclass(frozen=True, eq=False)

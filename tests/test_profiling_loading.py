@@ -11,7 +11,7 @@ import pytest
 
 from profiling import decoding
 from profiling.loading import LoadError, load, load_trace
-from profiling.trace import Category
+from profiling.trace import Category, Details
 from tests.kineto import TraceBuilder, cpu_iteration, gpu_iteration
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -323,3 +323,28 @@ def test_deep_nesting_ends_in_no_traceback(tmp_path, where):
 def test_a_path_that_cannot_be_is_refused(path):
     with pytest.raises(LoadError):
         load(path)
+
+
+@pytest.mark.parametrize("comms_id", [2**63 + 5, "9223372036854775813"], ids=["number", "text"])
+def test_what_a_collective_says_about_itself(tmp_path, comms_id):
+    trace = TraceBuilder()
+    args = {"Collective name": "_allgather_base", "dtype": "BFloat16", "Seq": 7}
+    args |= {"In msg nelems": 10, "Out msg nelems": 40, "Comms Id": comms_id, "Group size": 4}
+    args |= {"Process Group Name": "3", "Process Group Ranks": "[0, 2, 4, 6]"}
+    trace.kernel("ncclDevKernel_AllGather", 1, 5, 9, **args)
+    trace.op("record_param_comms", 1, 2)
+    trace.events[-1]["args"] = args
+    loaded = load_trace(trace.write(tmp_path))
+    said = Details(
+        collective="_allgather_base",
+        group="3",
+        group_ranks=(0, 2, 4, 6),
+        group_size=4,
+        sizes=frozenset({10, 40}),
+        dtype="BFloat16",
+        in_elements=10,
+        out_elements=40,
+        sequence=7,
+        comms_id="9223372036854775813",
+    )
+    assert loaded.details == {1: said, 2: said}
