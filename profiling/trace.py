@@ -81,6 +81,7 @@ class Trace:
         details: Event index -> what it says about its collective.
         metadata: The trace's other top-level entries.
         notes: What was dropped or repaired on loading, one sentence each.
+        complete: Whether the file was read to its end; if not, ``notes`` say so.
     """
 
     path: str
@@ -101,6 +102,7 @@ class Trace:
     details: dict[int, Details]
     metadata: dict[str, Any]
     notes: tuple[str, ...]
+    complete: bool = True
 
     def __len__(self) -> int:
         return len(self.start)
