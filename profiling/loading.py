@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import glob
-import re
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-from profiling.columns import LATEST, Columns, Table
-from profiling.decoding import NotATraceError, Scan, scan, whole
-from profiling.files import SUFFIXES, CompressionError, open_trace
-from profiling.merged import SeveralRanksError, rank_named_in, separate
-from profiling.repair import repair
-from profiling.trace import Group, Profile, Trace
+from profiling.files import SUFFIXES
+from profiling.parallel import load_in_parallel
+from profiling.reading import LoadError, load_file, load_trace
+from profiling.trace import Profile, Trace
 
-__all__ = ["SUFFIXES", "LoadError", "load", "load_file", "load_trace", "parse_ranks"]
+__all__ = ["SUFFIXES", "LoadError", "load", "load_trace", "parse_ranks"]
 
-_SIZE = re.compile(r"rank[-_]?\d+-of-(\d+)", re.IGNORECASE)
-
-
-class LoadError(ValueError):
-    """No profile can be made of what the user named. The message is one sentence for them."""
+LEAST = 8 << 20  # bytes; fewer are read sooner than a process starts
 
 
 def load(
     path: str | Path | Sequence[str | Path],
     *,
     ranks: Mapping[str, int] | int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    jobs: int | None = 1,
 ) -> Profile:
     """Read the traces of one run.
 
@@ -37,139 +31,56 @@ def load(
             several of them. One file holds one rank, or several that it tells apart.
         ranks: The rank of the only file, or file (as named, or its name alone) -> its rank. It
             comes before what the file says.
+        progress: Called now and then with the bytes read so far and the bytes of all files.
+        jobs: Processes that read large files side by side; None for one per core. More than one
+            are spawned, so that a script needs its ``if __name__ == "__main__"``.
 
     Raises:
-        LoadError: There is no trace, one cannot be read, two claim the same rank, or ``ranks``
-            names a file that is not there.
+        LoadError: There is no trace, one cannot be read, two claim the same rank, or an argument
+            makes no sense.
     """
     paths = [path] if isinstance(path, (str, Path)) else list(path)
     files = _files([str(one) for one in paths])
     told = _told(files, ranks)
-    traces = [trace for file in files for trace in load_file(file, rank=told.get(file))]
+    traces = [
+        trace
+        for found in _load(files, [told.get(file) for file in files], progress, jobs)
+        for trace in found
+    ]
     if len(traces) > 1:
         _refuse_mixture(traces)
     label = " ".join(str(one) for one in paths)
     return Profile(label, tuple(sorted(traces, key=lambda trace: trace.rank or 0)))
 
 
-def load_trace(file: str | Path, *, rank: int | None = None) -> Trace:
-    """Read one file that holds one rank.
+def _load(
+    files: list[Path],
+    ranks: list[int | None],
+    progress: Callable[[int, int], None],
+    jobs: int | None,
+) -> list[list[Trace]]:
+    """Return the traces in each file."""
+    if jobs is not None and jobs < 1:
+        raise LoadError(f"jobs is {jobs}, but must be at least 1")
+    total = sum(_size(file) for file in files)
+    done = 0
 
-    Raises:
-        LoadError: It cannot be read, is not a trace, or holds several ranks.
-    """
-    traces = load_file(Path(file), rank=rank)
-    if len(traces) > 1:
-        raise LoadError(f"{file} holds {len(traces)} ranks: load() reads them all")
-    return traces[0]
+    def report(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    processes = min(len(files), jobs or os.cpu_count() or 1)
+    if processes > 1 and total >= LEAST:
+        return load_in_parallel(files, ranks, processes, report)
+    return [load_file(file, rank, report) for file, rank in zip(files, ranks, strict=True)]
 
 
-def load_file(
-    file: Path, *, rank: int | None = None, report: Callable[[int], None] = lambda size: None
-) -> list[Trace]:
-    """Read one file: one trace for each rank in it.
-
-    Args:
-        rank: What the user says that it is.
-        report: Called with the number of bytes of the file that were read since the last call.
-
-    Raises:
-        LoadError: It cannot be read, is not a trace, holds several ranks that it does not tell
-            apart, or several where the user named one.
-    """
-    columns = Columns()
+def _size(file: Path) -> int:
     try:
-        with closing(open_trace(file, report)) as stream:
-            found = scan(stream, columns.take)
-            damaged = stream.damaged
-        parts = separate(repair(columns.table()))
-    except NotATraceError as error:
-        raise LoadError(f"{file} is not a PyTorch profiler trace: {error}") from None
-    except SeveralRanksError as error:
-        raise LoadError(
-            f"{file} cannot be judged: {error}: give every rank's own file instead"
-        ) from None
-    except (OSError, CompressionError) as error:
-        raise LoadError(f"{file} cannot be read: {error}") from None
-    if rank is not None and len(parts) > 1:
-        raise LoadError(f"{file} holds {len(parts)} ranks, so it cannot be told to be rank {rank}")
-    return [
-        _trace(file, found, table, named, damaged=damaged, told=rank, alone=len(parts) == 1)
-        for named, table in parts
-    ]
-
-
-def _trace(
-    file: Path,
-    found: Scan,
-    table: Table,
-    named: int | None,
-    *,
-    damaged: bool,
-    told: int | None,
-    alone: bool,
-) -> Trace:
-    """Return the trace of one rank.
-
-    Args:
-        named: The rank that the events name.
-        told: The rank that the user named.
-        alone: The file holds no other rank; what it says about "the" rank is about this one.
-    """
-    columns = table.columns
-    base = whole(found.metadata.get("baseTimeNanoseconds"), 0)
-    if 0 < base < LATEST * 1000:
-        for key in ("start", "end"):
-            columns[key] += base
-    info = found.metadata.get("distributedInfo")
-    info = info if isinstance(info, dict) else {}
-    own = _not_negative(info.get("rank"))
-    by_name, size = _rank_in(file)
-    notes = found.dropped.notes + table.dropped.notes
-    if damaged:
-        notes.insert(0, "the compressed data are damaged: read up to there")
-    elif not found.complete:
-        notes.insert(0, "the file is cut off: read up to the cut")
-    if alone:
-        says = next((rank for rank in (own, named, by_name) if rank is not None), None)
-        rank = says if told is None else told
-        if told is not None and says not in (None, told):
-            notes.append(f"taken as rank {told}, though it says that it is rank {says}")
-    else:
-        rank = named
-    return Trace(
-        path=str(file),
-        rank=rank,
-        world_size=_not_negative(info.get("world_size")) or size,
-        groups=_groups(info) if alone or rank == own else (),
-        **{key: columns[key] for key in _COLUMNS},
-        names=table.names,
-        lanes=table.lanes,
-        thread_names=table.thread_names,
-        details=table.details,
-        metadata=found.metadata,
-        notes=tuple(notes),
-        complete=found.complete and not damaged,
-    )
-
-
-_COLUMNS = ("start", "end", "name", "category", "lane", "device", "stream", "correlation")
-
-
-def _not_negative(value: Any) -> int | None:
-    number = whole(value, -1)
-    return number if number >= 0 else None
-
-
-def _groups(info: dict[str, Any]) -> tuple[Group, ...]:
-    groups = []
-    config = info.get("pg_config")
-    for entry in config if isinstance(config, list) else ():
-        ranks = entry.get("ranks") if isinstance(entry, dict) else None
-        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
-            name, description = str(entry.get("pg_name")), str(entry.get("pg_desc"))
-            groups.append(Group(name, description, tuple(ranks)))
-    return tuple(groups)
+        return file.stat().st_size
+    except OSError:
+        return 0  # reading it will say why
 
 
 def _files(paths: list[str]) -> list[Path]:
@@ -209,15 +120,6 @@ def _files_of(path: str) -> list[Path]:
 
 def _traces(paths: Iterable[Path]) -> list[Path]:
     return sorted(path for path in paths if path.name.endswith(SUFFIXES) and path.is_file())
-
-
-def _rank_in(file: Path) -> tuple[int | None, int | None]:
-    """Return the rank and the world size that the file's name says, or its directory's."""
-    rank = rank_named_in(file.name)
-    if rank is None:
-        rank = rank_named_in(file.parent.name)
-    size = _SIZE.search(file.name)
-    return rank, int(size[1]) if size else None
 
 
 def _told(files: list[Path], ranks: Mapping[str, int] | int | None) -> dict[Path, int]:
