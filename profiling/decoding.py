@@ -1,4 +1,4 @@
-"""From the bytes of a Chrome trace to events, a few megabytes at a time.
+"""From the bytes of a Chrome trace to events, a megabyte at a time.
 
 The events are cut out of the text in pieces that end between two events, and each piece is decoded
 into typed structs, which skips every field that nobody asked for. A piece that does not decode
@@ -24,7 +24,7 @@ __all__ = ["Args", "Dropped", "Event", "NotATraceError", "Scan", "scan", "whole"
 
 Default = TypeVar("Default")
 
-PIECE = 1 << 23  # bytes; what is decoded at once
+PIECE = 1 << 20  # bytes; what is decoded at once stays in a core's cache
 HEADER = 1 << 28  # bytes; no traceEvents within as many: not a trace
 
 
@@ -136,7 +136,7 @@ def scan(stream: Source, take: Callable[[list[Event]], None]) -> Scan:
         piece, rest = _cut(buffer)
         events = _decode(piece) if piece else None
         if events is None and not piece and not at_end:
-            size += PIECE  # one event longer than that
+            size *= 2  # one event longer than that
             continue
         if events is None:
             if at_end:
@@ -168,16 +168,17 @@ def _rest(stream: Source) -> bytes:
 def _head(stream: Source) -> tuple[bytes | None, bytes]:
     """Return what stands before the first event (None for a bare list) and what was read after."""
     buffer = b""
-    while more := stream.read(PIECE):
-        buffer += more
-        start = buffer.removeprefix(codecs.BOM_UTF8).lstrip()
-        if start.startswith(b"["):
-            return None, start[1:]
-        match = _START.search(start)
+    searched = 0
+    while more := stream.read(max(PIECE, len(buffer))):
+        buffer = buffer + more if buffer else more.removeprefix(codecs.BOM_UTF8).lstrip()
+        if buffer.startswith(b"["):
+            return None, buffer[1:]
+        match = _START.search(buffer, searched)
         if match:
-            return start[: match.end()], start[match.end() :]
-        if not start.startswith(b"{") or len(buffer) > HEADER:
+            return buffer[: match.end()], buffer[match.end() :]
+        if not buffer.startswith(b"{") or len(buffer) > HEADER:
             break
+        searched = max(0, len(buffer) - 80)  # the match may be half there
     raise NotATraceError("it holds no list of traceEvents")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,5 +128,10 @@ class Profile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What loading dropped or repaired, with the rank that it concerns."""
-        return tuple(f"{trace.label}: {note}" for trace in self.traces for note in trace.notes)
+        """What loading dropped or repaired, with the rank and the file that it concerns."""
+        return tuple(
+            f"{trace.label}{place}: {note}"
+            for trace in self.traces
+            for place in (f" ({Path(trace.path).name})" if trace.rank is not None else "",)
+            for note in trace.notes
+        )
