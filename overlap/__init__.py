@@ -14,6 +14,7 @@ from overlap.errors import (
     WrapError,
 )
 from overlap.groups import ProcessGroups
+from overlap.nccl import NcclOptions
 from overlap.optimizer import DistributedOptimizer
 from overlap.plan import BucketPlan, Plan
 
@@ -25,6 +26,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradientOrderError",
     "ModelMismatchError",
+    "NcclOptions",
     "NonFiniteGradientError",
     "OverlapConfig",
     "OverlapError",

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap import collectives
+from overlap.budget import SmBudget
 from overlap.buffer import member_view
-from overlap.collectives import InFlight
+from overlap.collectives import InFlight, Transport
 from overlap.errors import GradientOrderError, OverlapError, StaleParameterError
 from overlap.layout import BucketLayout, Member
 from overlap.streams import Streams
@@ -136,7 +136,10 @@ class Bucket:
         group: dist.ProcessGroup,
         streams: Streams,
         clock: WaitClock,
+        budget: SmBudget,
         *,
+        gather_by: Transport,
+        reduce_by: Transport,
         reduce_dtype: torch.dtype,
         scale: float,
     ) -> None:
@@ -156,6 +159,9 @@ class Bucket:
         self._reduce_dtype = reduce_dtype
         self._streams = streams
         self._clock = clock
+        self._budget = budget
+        self._gather_by = gather_by
+        self._reduce_by = reduce_by
         self._stepped = self.ready = streams.mark()
         self._grad_stream: Any = streams.current()
         self._gather: InFlight | None = None
@@ -206,9 +212,10 @@ class Bucket:
             return
         with ranges.span(Kind.PARAM_GATHER, self.name):
             self._streams.after(self._stepped)
-            self._gather = collectives.all_gather(
-                self.params, self.param_shard, self.group, f"the all-gather of bucket {self.name}"
+            self._gather = self._gather_by.all_gather(
+                self.params, self.param_shard, f"the all-gather of bucket {self.name}"
             )
+        self._budget.issued(self._gather_by, self._gather)
 
     def finish_gather(self) -> None:
         """Order the current stream after the all-gather; nothing where it is done."""
@@ -217,6 +224,7 @@ class Bucket:
         if self._gather is not None:
             with ranges.span(Kind.PARAM_WAIT, self.name):
                 self._clock.around(self._gather.wait)
+            self._budget.waited(self._gather_by, self._gather)
             self._gather = None
         self._move_params(ParamState.READY)
         self.ready = self._streams.mark()
@@ -271,9 +279,10 @@ class Bucket:
             self._join_grad_stream()
             source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
             shard = source[self.layout.shard(self.rank)]
-            self._reduce = collectives.reduce_scatter(
-                shard, source, self.group, f"the reduce-scatter of bucket {self.name}"
+            self._reduce = self._reduce_by.reduce_scatter(
+                shard, source, f"the reduce-scatter of bucket {self.name}"
             )
+        self._budget.issued(self._reduce_by, self._reduce)
 
     def _join_grad_stream(self) -> None:
         """Order the current stream after the one that last touched the gradients."""
@@ -289,6 +298,7 @@ class Bucket:
         if self._reduce is not None:
             with ranges.span(Kind.GRAD_WAIT, self.name):
                 self._clock.around(self._reduce.wait)
+            self._budget.waited(self._reduce_by, self._reduce)
             shard = self._reduce.tensors[0]
             if shard.dtype != self.grad_shard.dtype:
                 self.grad_shard.copy_(shard)

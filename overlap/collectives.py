@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from torch import Tensor
 from overlap.errors import CollectiveError
 
 __all__ = [
+    "Collective",
     "InFlight",
+    "Transport",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -31,7 +33,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InFlight:
     """A collective on its way, with the tensors that it reads and writes."""
 
@@ -49,6 +51,10 @@ class InFlight:
             self.work.wait()
         except RuntimeError as error:
             raise _failed(self.what, error) from error
+
+    def done(self) -> bool:
+        """Whether it has finished, as far as the device tells without being waited for."""
+        return bool(self.work.is_completed())
 
 
 def _failed(what: str, error: Exception) -> CollectiveError:
@@ -80,6 +86,38 @@ def reduce_scatter(shard: Tensor, source: Tensor, group: dist.ProcessGroup, what
     except RuntimeError as error:
         raise _failed(what, error) from error
     return InFlight(work, (shard, source), what)
+
+
+class Transport(Protocol):
+    """Who moves the buckets of one group, one after the other.
+
+    Attributes:
+        sms: SMs that compute should leave free while something is under way.
+    """
+
+    sms: int
+
+    def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
+        """As `all_gather`."""
+        ...
+
+    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+        """As `reduce_scatter`."""
+        ...
+
+
+class Collective:
+    """The transport that is the process group's own collectives (NCCL's, gloo's)."""
+
+    def __init__(self, group: dist.ProcessGroup, sms: int) -> None:
+        self.group = group
+        self.sms = sms
+
+    def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
+        return all_gather(output, shard, self.group, what)
+
+    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+        return reduce_scatter(shard, source, self.group, what)
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, what: str) -> None:

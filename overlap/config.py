@@ -57,6 +57,11 @@ class OverlapConfig:
     """Look for NaN and infinity in the reduced gradients (one small all-reduce and one wait of
     the host per step) and name the parameters that hold them."""
 
+    collective_sms: int | None = None
+    """SMs that compute leaves free while a collective is under way, asked for at every launch by
+    modules with a `set_sm_budget`. None takes what the groups' NCCL options say: 0 on gloo, and
+    where NCCL chooses its CTAs (then the grid of its kernels in a profile is the number)."""
+
     measure_waits: bool = False
     """Let `DistributedDataParallel.take_waited_ms` tell how long compute stood still."""
 
@@ -65,6 +70,8 @@ class OverlapConfig:
             raise ValueError(f"prefetch_depth must be 0 or more, got {self.prefetch_depth}")
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be 1 or more, got {self.bucket_bytes}")
+        if self.collective_sms is not None and self.collective_sms < 0:
+            raise ValueError(f"collective_sms must be 0 or more, got {self.collective_sms}")
         reduce_dtype = self.grad_dtype if self.reduce_dtype is None else self.reduce_dtype
         for name, dtype in (("grad_dtype", self.grad_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype not in _REDUCIBLE:

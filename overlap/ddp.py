@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap import collectives, parameters
+from overlap import budget, collectives, parameters
 from overlap.bucket import Bucket
+from overlap.budget import SmBudget
 from overlap.buffer import FlatBuffer
+from overlap.collectives import Collective
 from overlap.config import OverlapConfig
 from overlap.errors import ModelMismatchError, WrapError
 from overlap.gather import GatherSchedule
@@ -63,7 +65,10 @@ class DistributedDataParallel(nn.Module):
         self._check_same_model(specs)
         self._clock = WaitClock(self.device, enabled=self.config.measure_waits)
         streams = Streams(self.device)
-        self.buckets = self._make_buckets(specs, params, streams)
+        transports = self._transports()
+        moving = [t.sms for t in transports.values() if dist.get_world_size(t.group) > 1]
+        self.sm_budget = SmBudget(streams, at_capture=max(moving, default=0))
+        self.buckets = self._make_buckets(specs, params, streams, transports)
         try:
             self._equalise()
         except BaseException:
@@ -84,6 +89,7 @@ class DistributedDataParallel(nn.Module):
             zero_unused=self.config.unused_parameters == "zero",
         )
         self._hooks = Hooks(module, self.buckets, self.gather, self.reduce)
+        budget.attach(self.sm_budget, self, module)
         ranges.name_modules(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +127,19 @@ class DistributedDataParallel(nn.Module):
                 "order, shape, dtype or allreduce mark; build the same model on every rank"
             )
 
+    def _transports(self) -> dict[dist.ProcessGroup, Collective]:
+        """Who moves the buckets of each group."""
+        sms = self.config.collective_sms
+        if sms is None:
+            sms = self.groups.collective_sms or 0
+        return {group: Collective(group, sms) for group in (self.groups.dp, self.groups.edp)}
+
     def _make_buckets(
-        self, specs: list[ParamSpec], trainable: dict[str, nn.Parameter], streams: Streams
+        self,
+        specs: list[ParamSpec],
+        trainable: dict[str, nn.Parameter],
+        streams: Streams,
+        transports: dict[dist.ProcessGroup, Collective],
     ) -> tuple[Bucket, ...]:
         config = self.config
         dp_size = dist.get_world_size(self.groups.dp)
@@ -140,13 +157,17 @@ class DistributedDataParallel(nn.Module):
         grads = FlatBuffer(layouts, config.grad_dtype, self.device).slices
         buckets = []
         for layout, bucket_grads in zip(layouts, grads, strict=True):
+            group = self.groups.edp if layout.expert else self.groups.dp
             bucket = Bucket(
                 layout,
                 params[layout],
                 bucket_grads,
-                self.groups.edp if layout.expert else self.groups.dp,
+                group,
                 streams,
                 self._clock,
+                self.sm_budget,
+                gather_by=transports[group],
+                reduce_by=transports[group],
                 reduce_dtype=config.reduce_dtype or config.grad_dtype,
                 scale=1 / dp_size if config.grad_reduction == "average" else 1.0,
             )
@@ -177,6 +198,7 @@ class DistributedDataParallel(nn.Module):
             self.reduce.reset()
         finally:
             self._hooks.remove()
+            budget.detach(self.module)
             self._give_back()
 
     def _give_back(self) -> None:
