@@ -10,6 +10,7 @@ from overlap.errors import (
     NonFiniteGradientError,
     OverlapError,
     StaleParameterError,
+    TransportError,
     UnusedParameterError,
     WrapError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Plan",
     "ProcessGroups",
     "StaleParameterError",
+    "TransportError",
     "UnusedParameterError",
     "WrapError",
 ]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from overlap.budget import SmBudget
 from overlap.buffer import member_view
-from overlap.collectives import InFlight, Transport
+from overlap.collectives import Gathers, InFlight, Reduces
 from overlap.errors import GradientOrderError, OverlapError, StaleParameterError
 from overlap.layout import BucketLayout, Member
 from overlap.streams import Streams
@@ -126,6 +126,10 @@ class Bucket:
         param_shard, grad_shard: This rank's part of both, [layout.shard_numel].
         missing: Members whose gradient of the last microbatch is still to come.
         scale: What reduced gradients are multiplied by.
+
+    Args:
+        wire: [layout.numel] in the reduce dtype, for gradients that have to travel from memory of
+            the transport's; the result then comes in the gradient dtype.
     """
 
     def __init__(
@@ -138,10 +142,11 @@ class Bucket:
         clock: WaitClock,
         budget: SmBudget,
         *,
-        gather_by: Transport,
-        reduce_by: Transport,
+        gather_by: Gathers,
+        reduce_by: Reduces,
         reduce_dtype: torch.dtype,
         scale: float,
+        wire: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.params = params
@@ -157,6 +162,7 @@ class Bucket:
         self.param_state = ParamState.READY
         self.grad_state = GradState.ACCUMULATING
         self._reduce_dtype = reduce_dtype
+        self._wire = wire
         self._streams = streams
         self._clock = clock
         self._budget = budget
@@ -277,8 +283,11 @@ class Bucket:
             return
         with ranges.span(Kind.GRAD_REDUCE, self.name):
             self._join_grad_stream()
-            source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
-            shard = source[self.layout.shard(self.rank)]
+            if self._wire is None:
+                source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
+                shard = source[self.layout.shard(self.rank)]
+            else:
+                source, shard = self._wire.copy_(self.grads), self.grad_shard
             self._reduce = self._reduce_by.reduce_scatter(
                 shard, source, f"the reduce-scatter of bucket {self.name}"
             )

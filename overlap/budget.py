@@ -22,30 +22,30 @@ from collections.abc import Callable
 
 from torch import nn
 
-from overlap.collectives import InFlight, Transport
+from overlap.collectives import Gathers, InFlight, Reduces
 from overlap.streams import Streams
 
 __all__ = ["SmBudget", "attach", "detach"]
 
 
 class SmBudget:
-    """The books. Calling it returns the SMs to leave free at this moment.
+    """The books. Calling it returns the SMs to leave free at this moment."""
 
-    Args:
-        at_capture: The answer while a graph is captured.
-    """
-
-    def __init__(self, streams: Streams, at_capture: int) -> None:
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._at_capture = at_capture
-        self._under_way: dict[Transport, deque[InFlight]] = {}
+        self._at_capture = 0
+        self._under_way: dict[Gathers | Reduces, deque[InFlight]] = {}
 
-    def issued(self, transport: Transport, flight: InFlight) -> None:
+    def expect(self, *transports: Gathers | Reduces) -> None:
+        """Collectives of these may run beside the replays of a graph."""
+        self._at_capture = max(self._at_capture, *(transport.sms for transport in transports))
+
+    def issued(self, transport: Gathers | Reduces, flight: InFlight) -> None:
         """A collective has been issued."""
         if transport.sms:
             self._under_way.setdefault(transport, deque()).append(flight)
 
-    def waited(self, transport: Transport, flight: InFlight) -> None:
+    def waited(self, transport: Gathers | Reduces, flight: InFlight) -> None:
         """The current stream waits for it, and so for all that the transport began before it."""
         flights = self._under_way.get(transport)
         if flights and flight in flights:

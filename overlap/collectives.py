@@ -19,8 +19,9 @@ from overlap.errors import CollectiveError
 
 __all__ = [
     "Collective",
+    "Gathers",
     "InFlight",
-    "Transport",
+    "Reduces",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -88,8 +89,8 @@ def reduce_scatter(shard: Tensor, source: Tensor, group: dist.ProcessGroup, what
     return InFlight(work, (shard, source), what)
 
 
-class Transport(Protocol):
-    """Who moves the buckets of one group, one after the other.
+class Gathers(Protocol):
+    """Who gathers the buckets of one group, one after the other.
 
     Attributes:
         sms: SMs that compute should leave free while something is under way.
@@ -97,21 +98,37 @@ class Transport(Protocol):
 
     sms: int
 
-    def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
-        """As `all_gather`."""
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the memory in which the buckets have to lie. A collective."""
         ...
 
+    def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
+        """As `all_gather`; ``output`` is a slice of what was allocated, ``shard`` one of it."""
+        ...
+
+
+class Reduces(Protocol):
+    """Who reduces the buckets of one group; as `Gathers`."""
+
+    sms: int
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
     def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
-        """As `reduce_scatter`."""
+        """As `reduce_scatter`; ``source`` is a slice of what was allocated."""
         ...
 
 
 class Collective:
     """The transport that is the process group's own collectives (NCCL's, gloo's)."""
 
-    def __init__(self, group: dist.ProcessGroup, sms: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sms: int) -> None:
         self.group = group
         self.sms = sms
+        self._device = device
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
         return all_gather(output, shard, self.group, what)

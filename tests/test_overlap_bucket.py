@@ -63,7 +63,7 @@ def make() -> tuple[Bucket, FakeStreams]:
     spec = ParamSpec("fc1.weight", (8, 16), torch.float32)
     layout = BucketLayout.pack("fc1", [spec], dist.get_world_size())
     streams = FakeStreams()
-    transport = collectives.Collective(dist.group.WORLD, sms=0)
+    transport = collectives.Collective(dist.group.WORLD, torch.device("cpu"), 0)
     bucket = Bucket(
         layout,
         torch.zeros(layout.numel),
@@ -71,7 +71,7 @@ def make() -> tuple[Bucket, FakeStreams]:
         dist.group.WORLD,
         streams,  # type: ignore[arg-type]
         WaitClock(torch.device("cpu"), enabled=False),
-        SmBudget(streams, at_capture=0),  # type: ignore[arg-type]
+        SmBudget(streams),  # type: ignore[arg-type]
         gather_by=transport,
         reduce_by=transport,
         reduce_dtype=torch.float32,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.ranks.here import Here
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
-from overlap.collectives import Collective, Transport
+from overlap.collectives import Collective
 from tests.overlap_models import Model, batch
 
 STEPS = 6
@@ -54,7 +54,7 @@ def run(here: Here) -> None:
     good = _losses(here)
     groups = ProcessGroups.build()
     good &= _bits(here, "collective", groups)
-    good &= _sizes(here, "collective", Collective(groups.dp, 0))
+    good &= _sizes(here, "collective", Collective(groups.dp, here.device, 0))
     here.say("all as it should be" if good else "NOT as it should be")
     here.note(check="all", good=good)
 
@@ -187,7 +187,7 @@ def _disturb(here: Here, how: str, late: random.Random) -> None:
 # Single collectives
 
 
-def _sizes(here: Here, name: str, transport: Transport) -> bool:
+def _sizes(here: Here, name: str, transport: Collective) -> bool:
     """Gathers and reduce-scatters of random sizes, one after the other without a pause."""
     pick = random.Random(11)
     wrong = 0

@@ -22,7 +22,7 @@ from benchmarks.stages import SHAPES, Shape
 from megamoe import mega_moe_stage1
 from megamoe.backends import sm_budget_adder
 from overlap import NcclOptions, ProcessGroups
-from overlap.collectives import Collective, Transport
+from overlap.collectives import Collective
 
 TOY = Shape(64, 2, 32, 64, 4)
 
@@ -59,7 +59,9 @@ def run(here: Here) -> None:
         group = ProcessGroups.build(nccl=options).edp
         ctas = options.max_ctas or _DEFAULT_CTAS
         for backend in backends:
-            for window in _windows(here, shape, stages[backend], Collective(group, ctas)):
+            for window in _windows(
+                here, shape, stages[backend], Collective(group, here.device, ctas)
+            ):
                 _measure(here, name, backend, window, (0, ctas, 2 * ctas))
         dist.destroy_process_group(group)
 
@@ -91,7 +93,7 @@ def _stage1(shape: Shape, backend: str, device: torch.device) -> dict[str, Calla
 
 
 def _windows(
-    here: Here, shape: Shape, stage1: dict[str, Callable[[], object]], transport: Transport
+    here: Here, shape: Shape, stage1: dict[str, Callable[[], object]], transport: Collective
 ) -> Iterator[Window]:
     numel = shape.experts * shape.hidden * shape.ffn
     own = slice(here.rank * numel // here.world, (here.rank + 1) * numel // here.world)
