@@ -152,7 +152,8 @@ def judge(
         verdict, findings = Verdict.INCONCLUSIVE, [doubt]
     else:
         verdict = Verdict.of_all([_verdict(evidence), _saves(rule, saving)])
-        findings = list(advise(evidence, rule.min_hidden or rule.min_spread or THRESHOLD))
+        asked = rule.min_hidden or rule.min_spread or THRESHOLD
+        findings = list(advise(evidence, asked, verdict is Verdict.FAIL))
         findings += _not_effective(evidence, saving, slower)
         if rule.min_effective is not None and saving is None:
             findings.append(Finding(FindingKind.NO_BASELINE, "min_effective needs a baseline"))

@@ -71,12 +71,7 @@ def _check(add: Callable[..., argparse.ArgumentParser]) -> None:
         "runs/profile --threshold 0.95",
     )
     parser.add_argument("path", metavar="PATH", help=PROFILE)
-    parser.add_argument(
-        "--threshold",
-        type=float,
-        default=THRESHOLD,
-        help="share of a collective's time that has to be hidden (default: %(default)s)",
-    )
+    _rules(parser)
     _selection(parser)
 
 
@@ -98,6 +93,26 @@ def _effective(add: Callable[..., argparse.ArgumentParser]) -> None:
     _selection(parser)
 
 
+def _rules(parser: argparse.ArgumentParser) -> None:
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--threshold",
+        type=float,
+        default=THRESHOLD,
+        help="share of a collective's time that has to be hidden (default: %(default)s)",
+    )
+    chosen.add_argument(
+        "--rules",
+        metavar="FILE",
+        help="judge the rules of this TOML file instead of the two checks",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="SERIAL",
+        help="a profile of the same run with synchronous collectives: adds what the overlap saves",
+    )
+
+
 def _selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank", type=_ranks, metavar="N,N", help="only these ranks (default: all)"
@@ -107,6 +122,11 @@ def _selection(parser: argparse.ArgumentParser) -> None:
         type=_iterations,
         metavar="N,N-N",
         help="only these iterations, as in 3,5-8,10- (default: all)",
+    )
+    parser.add_argument(
+        "--assume",
+        metavar="FILE",
+        help="what you know of a trace without our ranges (TOML): layers, weights, sizes",
     )
 
 

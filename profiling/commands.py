@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
-from profiling.checks import check
+from profiling.assume import read_assumptions
+from profiling.checks import Report, check
 from profiling.effectiveness import effective
 from profiling.output import effective_text, to_json, to_text
 from profiling.reading import Reading, read
-from profiling.rules import built_in
+from profiling.rules import built_in, read_rules
 from profiling.verdicts import Verdict
 
 __all__ = ["run"]
@@ -27,12 +28,24 @@ def run(options: Namespace) -> int:
 
 
 def _read(path: str, options: Namespace) -> Reading:
-    return read(path, only=options.rank)
+    assumptions = None if options.assume is None else read_assumptions(options.assume)
+    return read(path, assumptions=assumptions, only=options.rank)
+
+
+def _judge(options: Namespace) -> Report:
+    # Small things first: a wrong rule should not wait for a long load.
+    rules = built_in(options.threshold) if options.rules is None else read_rules(options.rules)
+    baseline = None if options.baseline is None else _read(options.baseline, options)
+    return check(
+        _read(options.path, options),
+        rules=rules,
+        iterations=options.iterations,
+        baseline=baseline,
+    )
 
 
 def _check(options: Namespace) -> int:
-    rules = built_in(options.threshold)
-    report = check(_read(options.path, options), rules=rules, iterations=options.iterations)
+    report = _judge(options)
     print(to_json(report) if options.json else to_text(report))
     return report.verdict.exit_code
 

@@ -37,6 +37,7 @@ class FindingKind(str, Enum):
     PREFETCH = "no prefetch"
     WRONG_STAGE = "wrong stage"
     HALF_HIDDEN = "half-hidden"
+    NOT_HIDDEN = "not hidden"
     ONE_RANK = "one rank"
     FIRST_ITERATION = "first iteration"
     BOUND = "bound missed"
@@ -51,11 +52,12 @@ class Finding:
     text: str
 
 
-def advise(evidence: Evidence, threshold: float) -> Iterator[Finding]:
+def advise(evidence: Evidence, threshold: float, failed: bool) -> Iterator[Finding]:
     """Yield what explains a layer's figures, most important first.
 
     Args:
         threshold: The hidden share that the rule asks for.
+        failed: Whether the layer fails; what passes needs no cause.
     """
     kept = evidence.kept
     if not kept:
@@ -63,8 +65,8 @@ def advise(evidence: Evidence, threshold: float) -> Iterator[Finding]:
     if (shared := _shared_bucket(kept)) is not None:
         yield shared
     low = [one for one in kept if one.share < threshold]
-    causes = _causes(evidence, low, threshold) if low else []
-    yield from causes
+    if low and failed:
+        yield from _causes(evidence, low)
     if low:
         yield from filter(None, (_one_rank(evidence, threshold), _first(evidence, threshold)))
 
@@ -79,7 +81,7 @@ def _shared_bucket(kept: Sequence[Occurrence]) -> Finding | None:
     )
 
 
-def _causes(evidence: Evidence, low: Sequence[Occurrence], threshold: float) -> list[Finding]:
+def _causes(evidence: Evidence, low: Sequence[Occurrence]) -> list[Finding]:
     """Return why occurrences below the threshold are, if they are most of what counts."""
     if len(low) <= MOST * len(evidence.kept):
         return []
@@ -94,7 +96,8 @@ def _causes(evidence: Evidence, low: Sequence[Occurrence], threshold: float) -> 
     if hidden:
         found.append(_half_hidden(evidence, low, hidden))
     elif not found:
-        found.append(Finding(FindingKind.HALF_HIDDEN, "no part of it ran while the stage was busy"))
+        who = "anything computed" if evidence.rule.stage == ANY else "the stage was busy"
+        found.append(Finding(FindingKind.NOT_HIDDEN, f"no part of it ran while {who}"))
     return found
 
 
