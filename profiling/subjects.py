@@ -181,6 +181,11 @@ class Subject:
         return None if self.collective is None else self.collective.issue.kind
 
     @property
+    def label(self) -> str:
+        """Its label where it is one of ours, else what the trace calls it."""
+        return self.name if self.kind is None else label(self.kind, self.name)
+
+    @property
     def inferred(self) -> bool:
         """Whether its name is a conclusion; else it is the one that the run itself gave."""
         return self.collective is not None and self.collective.inferred
