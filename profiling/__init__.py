@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from profiling.findings import Finding, FindingKind
     from profiling.loading import LoadError, load
     from profiling.output import to_json, to_text
-    from profiling.reading import Reading, read
     from profiling.recording import Recorder, record
     from profiling.rules import Iterations, Rule, RuleError, built_in, read_rules
     from profiling.steps import NotComparableError
     from profiling.trace import Profile, Trace
+    from profiling.understanding import Reading, read
     from profiling.verdicts import Verdict
 
 __all__ = [
@@ -57,7 +57,7 @@ _MODULES = {
     "findings": ("Finding", "FindingKind"),
     "loading": ("LoadError", "load"),
     "output": ("to_json", "to_text"),
-    "reading": ("Reading", "read"),
+    "understanding": ("Reading", "read"),
     "recording": ("Recorder", "record"),
     "rules": ("Iterations", "Rule", "RuleError", "built_in", "read_rules"),
     "steps": ("NotComparableError",),

@@ -27,10 +27,10 @@ import numpy as np
 
 from profiling.intervals import EMPTY, intersect, total
 from profiling.ranges import Kind
-from profiling.reading import Reading
 from profiling.rules import Iterations
 from profiling.spans import iteration_at
 from profiling.subjects import RankFacts, Subject
+from profiling.understanding import Reading
 
 __all__ = ["Bound", "backward_bound", "bounds", "forward_bound", "forward_bound_unlimited"]
 

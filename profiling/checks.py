@@ -15,10 +15,10 @@ from profiling.effectiveness import Effective, against, effective
 from profiling.evidence import FEWEST, STRAGGLER, Evidence, collect
 from profiling.findings import Finding, FindingKind, advise, bad_ranks
 from profiling.metrics import exposed_communication
-from profiling.reading import Reading, read
 from profiling.rules import BUILT_IN, THRESHOLD, Iterations, Rule
 from profiling.slowdown import slowdown
 from profiling.trace import Profile
+from profiling.understanding import Reading, read
 from profiling.verdicts import Verdict
 
 __all__ = ["Report", "Row", "check"]

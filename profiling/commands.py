@@ -9,8 +9,8 @@ from profiling.assume import read_assumptions
 from profiling.checks import Report, check
 from profiling.effectiveness import effective
 from profiling.output import effective_text, to_json, to_text
-from profiling.reading import Reading, read
 from profiling.rules import built_in, read_rules
+from profiling.understanding import Reading, read
 from profiling.verdicts import Verdict
 
 __all__ = ["run"]

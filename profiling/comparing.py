@@ -17,10 +17,10 @@ import numpy.typing as npt
 from profiling.evidence import FEWEST, collect
 from profiling.intervals import EMPTY
 from profiling.metrics import Occurrence, measure
-from profiling.reading import Reading
 from profiling.rules import BUILT_IN, Iterations, Rule
 from profiling.steps import steps
 from profiling.subjects import Subject
+from profiling.understanding import Reading
 
 __all__ = ["Change", "Diff", "Entry", "diff"]
 

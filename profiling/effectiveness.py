@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from profiling.reading import Reading
 from profiling.rules import Iterations
 from profiling.steps import Steps, same_run, steps
+from profiling.understanding import Reading
 from profiling.verdicts import Verdict
 
 __all__ = ["Effective", "against", "effective", "saved"]

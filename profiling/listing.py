@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from profiling.overview import DeviceOverview, overview
-from profiling.reading import Reading
 from profiling.subjects import RankFacts, Subject
 from profiling.trace import Group
+from profiling.understanding import Reading
 
 __all__ = ["CollectiveCount", "Listing", "RankListing", "listing"]
 

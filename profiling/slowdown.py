@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from profiling.attribution import CPU, Stage
 from profiling.evidence import FEWEST, Evidence
 from profiling.intervals import EMPTY, intersect, total
-from profiling.reading import Reading
 from profiling.subjects import RankFacts
+from profiling.understanding import Reading
 
 __all__ = ["slowdown"]
 

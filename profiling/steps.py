@@ -19,9 +19,9 @@ from profiling.classification import Work, has_device_work
 from profiling.intervals import total
 from profiling.peers import Transfers
 from profiling.ranges import Kind
-from profiling.reading import Reading
 from profiling.rules import Iterations
 from profiling.subjects import RankFacts
+from profiling.understanding import Reading
 
 __all__ = ["NotComparableError", "Steps", "same_run", "steps"]
 
