@@ -234,41 +234,6 @@ def test_no_events_is_a_trace(tmp_path):
     assert loaded.notes == ()
 
 
-def test_a_directory_a_pattern_and_a_file_give_ranks_in_order(tmp_path):
-    for rank in (10, 9, 0):
-        sample(rank, world_size=11).write(tmp_path, f"r{rank}.json.gz")
-    (tmp_path / "notes.txt").write_text("not a trace")
-    assert [trace.rank for trace in load(tmp_path).traces] == [0, 9, 10]
-    assert [trace.rank for trace in load(str(tmp_path / "r*0.json.gz")).traces] == [0, 10]
-    assert [trace.rank for trace in load(tmp_path / "r9.json.gz").traces] == [9]
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "world_size"),
-    [
-        ("rank7-of-8.123.pt.trace.json", 7, 8),
-        ("sampled_rank-12.json", 12, None),
-        ("x_rank3_y.json", 3, None),
-        ("trace.json", None, None),
-    ],
-)
-def test_rank_from_the_file_name_where_the_trace_has_none(tmp_path, name, rank, world_size):
-    trace = sample()
-    del trace.metadata["distributedInfo"]
-    loaded = load_trace(trace.write(tmp_path, name))
-    assert (loaded.rank, loaded.world_size) == (rank, world_size)
-
-
-def test_what_cannot_be_one_run_is_refused_by_name(tmp_path):
-    sample(1).write(tmp_path, "a.json")
-    sample(1).write(tmp_path, "b.json")
-    with pytest.raises(LoadError, match=r"rank 1 is in both .*a\.json and .*b\.json"):
-        load(tmp_path)
-    sample(2, world_size=4).write(tmp_path, "b.json")
-    with pytest.raises(LoadError, match="runs with 1 and 4 ranks"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
