@@ -156,6 +156,8 @@ def _details(event: Event) -> Details:
         _ranks(args.group_ranks),
         args.group_size if args.group_size >= 0 else None,
         frozenset(sizes),
+        args.dtype or None,
+        str(args.comms_id) or None,
     )
 
 

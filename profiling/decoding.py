@@ -50,6 +50,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     group_size: int = msgspec.field(default=-1, name="Group size")
     in_elements: int = msgspec.field(default=-1, name="In msg nelems")
     out_elements: int = msgspec.field(default=-1, name="Out msg nelems")
+    dtype: str = ""
+    comms_id: int | str = msgspec.field(default="", name="Comms Id")
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
 
 

@@ -56,6 +56,8 @@ class Details(NamedTuple):
     group_ranks: tuple[int, ...] | None = None
     group_size: int | None = None
     sizes: frozenset[int] = frozenset()  # numbers of elements of its tensors
+    dtype: str | None = None
+    comms_id: str | None = None  # the same on all ranks of this one collective
 
 
 @dataclass(frozen=True, eq=False)
