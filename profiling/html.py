@@ -226,11 +226,11 @@ def _text(name: str, value: Any) -> str:
 # Timeline
 
 CONTROLS = (
-    ("zoom-out", "Zoom out", "−"),
+    ("zoom-out", "Zoom out", "&minus;"),
     ("zoom-in", "Zoom in", "+"),
     ("reset", "Show all", "All"),
-    ("previous", "Previous exposed part", "‹ exposed"),
-    ("next", "Next exposed part", "exposed ›"),
+    ("previous", "Previous exposed part", "&lsaquo; exposed"),
+    ("next", "Next exposed part", "exposed &rsaquo;"),
 )
 
 
