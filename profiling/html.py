@@ -70,7 +70,7 @@ def write_html(report: Report, ranks: Sequence[Attribution], path: str | Path) -
 
 
 def _part(name: str) -> str:
-    return files("profiling").joinpath("page", name).read_text(encoding="utf-8")
+    return (files("profiling") / "page" / name).read_text(encoding="utf-8")
 
 
 def _policy(script: str) -> str:
