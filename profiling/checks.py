@@ -34,6 +34,7 @@ class Row:
     Attributes:
         check: Name of the rule.
         bounds: What the rule asks for, for people.
+        threshold: The hidden share that the rule asks for; None where it bounds other figures.
         layer: Path of the experts module; what a collective without one is called; empty where the
             profile has nothing that the rule is about.
         hidden: Hidden time over collective time, 0 to 1; None where nothing was measured.
@@ -53,6 +54,7 @@ class Row:
 
     check: str
     bounds: str
+    threshold: float | None
     layer: str
     verdict: Verdict
     hidden: float | None
@@ -162,6 +164,7 @@ def judge(
     return Row(
         check=rule.name,
         bounds=rule.bounds,
+        threshold=rule.min_hidden,
         layer=evidence.layer,
         verdict=verdict,
         hidden=evidence.hidden,
