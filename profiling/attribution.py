@@ -15,37 +15,53 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from profiling import gloo
+from profiling.assume import Assumptions
 from profiling.classification import Work, c10d_calls, classify, gloo_ranges, has_device_work
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, union, window
 from profiling.launches import Launches
 from profiling.ranges import Kind, is_dense
-from profiling.spans import WAIT_OF, Span, find_spans, iteration_at, waits_for
+from profiling.spans import STAGES, WAIT_OF, Span, find_spans, iteration_at, waits_for
 from profiling.trace import Trace
 
-__all__ = ["CPU", "Attribution", "Collective", "Found", "Stage", "attribute"]
+__all__ = ["CPU", "Attribution", "Collective", "Found", "Source", "Stage", "attribute"]
 
 CPU = -1  # the "device" of a trace without one
-STAGES = (
-    Kind.STAGE1_FORWARD,
-    Kind.STAGE1_BACKWARD,
-    Kind.STAGE2_FORWARD,
-    Kind.STAGE2_BACKWARD,
-)
+
+
+class Source(str, Enum):
+    """How a collective's parameter is known; the value is what reports print."""
+
+    RANGE = "range"  # the name in our range around its issue
+    METADATA = "c10d metadata"  # operation, size and group, and the order of calls
+    ASSUMED = "assumed"  # the same, and sizes that the user gave
+
+
+NO_EVENTS: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+NO_EVENTS.setflags(write=False)
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One run of a stage, and when its work was being done."""
+    """One run of a stage, and when its work was being done.
+
+    Attributes:
+        events: int64 indices of its compute kernels in the trace; empty on a CPU.
+        microbatch: How many runs of this stage of this layer its iteration had before; None where
+            that is not known.
+    """
 
     span: Span
     iteration: int | None
     busy: Intervals
+    events: npt.NDArray[np.int64] = field(default_factory=lambda: NO_EVENTS)
+    microbatch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +78,8 @@ class Found:
         ready: When the gloo thread that ran it was free to: the call had been made, the thread's
             earlier work was done. None on a device.
         doubt: Why ``busy`` is not known; empty where it is, or where the recording ended first.
+        events: int64 indices of the events of the trace that ``busy`` is the union of.
+        comms_id: What the ranks of a group call this collective, where the trace says so.
     """
 
     busy: Intervals = field(default_factory=lambda: EMPTY)
@@ -71,6 +89,8 @@ class Found:
     resumed: int | None = None
     ready: int | None = None
     doubt: str = ""
+    events: npt.NDArray[np.int64] = field(default_factory=lambda: NO_EVENTS)
+    comms_id: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +102,8 @@ class Collective:
         iteration: Number of the iteration range that the issue is in, or None.
         ordinal: How many of this kind and name the iteration had before.
         wait: The range in which its user waited for it, or None.
+        source: How its parameter is known.
+        microbatch: The run of its layer, within the iteration, that it serves; None if not known.
     """
 
     issue: Span
@@ -89,6 +111,13 @@ class Collective:
     ordinal: int
     wait: Span | None
     found: Found
+    source: Source = Source.RANGE
+    microbatch: int | None = None
+
+    @property
+    def inferred(self) -> bool:
+        """Whether the name is a conclusion; else it is the one that the run itself gave."""
+        return self.source is not Source.RANGE
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +128,9 @@ class Attribution:
         compute: Device -> when anything computed there.
         communication: For each iteration, device -> when it communicated there: on a device what it
             launched, for that runs later, on a CPU what ran meanwhile. None where nothing ran.
+        work: int8 [n], the `Work` of each event of the trace, unnamed collectives included.
+        unattributed: int64 indices of the device's events that no launch in the trace belongs to.
+        notes: What a reader of any figure should know, one sentence each.
     """
 
     trace: Trace
@@ -107,6 +139,9 @@ class Attribution:
     iterations: tuple[Span, ...]
     compute: dict[int, Intervals]
     communication: tuple[dict[int, Intervals] | None, ...]
+    work: npt.NDArray[np.int8]
+    unattributed: npt.NDArray[np.int64]
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def stage_busy(self) -> dict[tuple[Kind, str], Intervals]:
@@ -118,8 +153,12 @@ class Attribution:
         return {key: union(rows[:, 0], rows[:, 1]) for key, rows in joined.items()}
 
 
-def attribute(trace: Trace) -> Attribution:
-    """Return what of ``trace`` is known to belong to what."""
+def attribute(trace: Trace, assumptions: Assumptions | None = None) -> Attribution:
+    """Return what of ``trace`` is known to belong to what.
+
+    Args:
+        assumptions: What the user says about a trace without our ranges.
+    """
     work = classify(trace)
     spans = tuple(find_spans(trace))
     iterations = tuple(span for span in spans if span.kind is Kind.ITERATION)
@@ -132,22 +171,28 @@ def attribute(trace: Trace) -> Attribution:
         ran = [_launched(launches, run) for run in runs]
         _mark_unnamed(trace, work, issued, ran)
         found = [_moved(trace, work, launched) for launched in issued]
-        busy = [_computed(trace, work, launched) for launched in ran]
+        own = [launched[work[launched] == Work.COMPUTE] for launched in ran]
+        busy = [union(trace.start[events], trace.end[events]) for events in own]
+        unattributed = launches.missing(trace)
         during = [_sent(trace, work, launches, span) for span in iterations]
     else:
         found = _ran(trace, issues, waits, _resumed(trace, work, issues, spans))
         busy = [_worked(run, spans) for run in runs]
+        own = [NO_EVENTS] * len(runs)
+        unattributed = NO_EVENTS
         during = [_meanwhile(trace, work, span) for span in iterations]
     return Attribution(
         trace,
         tuple(
-            Stage(run, iteration_at(iterations, run.start), when)
-            for run, when in zip(runs, busy, strict=True)
+            Stage(run, iteration_at(iterations, run.start), when, events)
+            for run, when, events in zip(runs, busy, own, strict=True)
         ),
         tuple(_collectives(iterations, issues, waits, found)),
         iterations,
         _by_device(trace, np.flatnonzero(work == Work.COMPUTE)),
         tuple(during),
+        work,
+        unattributed,
     )
 
 
@@ -208,13 +253,6 @@ def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int32
     return np.stack((trace.device[events], trace.stream[events]), axis=1)
 
 
-def _computed(
-    trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.int64]
-) -> Intervals:
-    events = launched[work[launched] == Work.COMPUTE]
-    return union(trace.start[events], trace.end[events])
-
-
 def _moved(trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.int64]) -> Found:
     """Return what a collective kept busy, from what its issue launched."""
     events = launched[work[launched] == Work.COMMUNICATION]
@@ -225,11 +263,14 @@ def _moved(trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.in
     details = [trace.details[event] for event in events.tolist() if event in trace.details]
     groups = {detail.group_ranks for detail in details}
     sizes = {detail.group_size for detail in details}
+    ids = {detail.comms_id for detail in details}
     return Found(
         union(trace.start[events], trace.end[events]),
         int(trace.device[events[0]]),
         groups.pop() if len(groups) == 1 else None,
         sizes.pop() if len(sizes) == 1 else None,
+        events=events,
+        comms_id=ids.pop() if len(ids) == 1 else None,
     )
 
 
@@ -304,7 +345,8 @@ def _ran(
     runs: list[gloo.Run] = []
     free: list[int] = []  # per run, when its thread was done with the run before
     ends: dict[int, int] = {}
-    for event in gloo_ranges(trace).tolist():
+    ranges = gloo_ranges(trace)
+    for event in ranges.tolist():
         start, end, lane = int(trace.start[event]), int(trace.end[event]), int(trace.lane[event])
         runs.append(gloo.Run(start, end, trace.names[trace.name[event]], _sizes(trace, event)))
         free.append(ends.get(lane, 0))
@@ -323,6 +365,7 @@ def _ran(
             group_size=_group_size(call.sizes),
             resumed=resumed[owner],
             ready=max(call.start, free[result.run]),
+            events=ranges[result.run : result.run + 1],
         )
     return found
 

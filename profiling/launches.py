@@ -38,6 +38,11 @@ class Launches:
         rows = np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)
         return self._work[rows]
 
+    def missing(self, trace: Trace) -> npt.NDArray[np.int64]:
+        """Return the device's events that no launch of the trace belongs to."""
+        work = np.flatnonzero(trace.category >= Category.KERNEL)
+        return work[~np.isin(trace.correlation[work], self._called)]
+
     def anywhere(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Return the device's events launched on any thread in [start, end), each once."""
         lanes = np.unique(self._lane).tolist()

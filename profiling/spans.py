@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from profiling.ranges import Kind, Range, parse
 from profiling.trace import Category, Trace
 
-__all__ = ["WAIT_OF", "Span", "find_spans", "iteration_at", "waits_for"]
+__all__ = ["STAGES", "WAIT_OF", "Span", "find_spans", "iteration_at", "waits_for"]
 
+STAGES = (
+    Kind.STAGE1_FORWARD,
+    Kind.STAGE1_BACKWARD,
+    Kind.STAGE2_FORWARD,
+    Kind.STAGE2_BACKWARD,
+)
 WAIT_OF = {Kind.PARAM_GATHER: Kind.PARAM_WAIT, Kind.GRAD_REDUCE: Kind.GRAD_WAIT}
 
 
