@@ -38,7 +38,7 @@ from overlap import (
     ProcessGroups,
     emulation,
 )
-from overlap.bucket import Bucket, GradState, ParamState
+from overlap.bucket import Bucket
 from overlap.emulation import EmulatedLink
 from overlap.emulation.bounds import exposed_backward, exposed_forward
 from profiling import Report
@@ -75,18 +75,19 @@ class Block(nn.Module):
 
 
 def build(
-    preset: Preset, layers: int, device: torch.device, *, backend: str = "auto", fused: bool = False
+    preset: Preset, layers: int, device: torch.device, *, fused: bool = False
 ) -> nn.Sequential:
-    """The model: bf16 on a GPU, fp32 on a CPU, drawn where it lives."""
+    """The model: bf16 and Triton on a GPU, fp32 and plain torch on a CPU; drawn where it lives."""
+    on_gpu = device.type == "cuda"
     config = MegaMoEConfig(
         hidden_size=preset.hidden,
         moe_ffn_hidden_size=preset.ffn,
         num_moe_experts=preset.experts,
         moe_router_topk=preset.top_k,
         moe_router_force_load_balancing=True,
-        mega_moe_backend=backend,
+        mega_moe_backend="auto" if on_gpu else "reference",
     )
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     blocks = (Block(config, fused, dtype=dtype, device="meta") for _ in range(layers))
     model = nn.Sequential(*blocks).to_empty(device=device)
     with torch.no_grad():
@@ -233,19 +234,6 @@ class Run:
     plan: str
 
 
-def reserve(ddp: DistributedDataParallel, sms: int) -> None:
-    """Let the experts' kernels leave ``sms`` SMs free while a collective is under way."""
-
-    def budget() -> int:
-        moving = (ParamState.GATHERING, GradState.REDUCING)
-        under_way = any(b.param_state in moving or b.grad_state in moving for b in ddp.buckets)
-        return sms if under_way else 0
-
-    for module in ddp.modules():
-        if hasattr(module, "set_sm_budget"):
-            module.set_sm_budget(budget if sms else None)
-
-
 def measure(
     model: nn.Module,
     x: Tensor,
@@ -261,10 +249,11 @@ def measure(
     for the bounds where serialised, and ``recorded`` ones under the profiler."""
     groups = ProcessGroups.build(device_type=x.device.type)
     segments = Segments(model, x.device) if serialize else None
-    ddp = DistributedDataParallel(
-        model, OverlapConfig(serialize=serialize, measure_waits=True), groups
+    # None: as many as the link has CTAs. Serialised, no launch sees a collective under way.
+    config = OverlapConfig(
+        serialize=serialize, measure_waits=True, collective_sms=None if budget else 0
     )
-    reserve(ddp, link.ctas if budget and not serialize else 0)
+    ddp = DistributedDataParallel(model, config, groups)
     optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=1e-4)
     try:
         for _ in range(3):
@@ -299,7 +288,6 @@ def measure(
             plan=str(ddp.plan()),
         )
     finally:
-        reserve(ddp, 0)
         ddp.remove()
         del ddp, optimizer
         gc.collect()

@@ -22,7 +22,8 @@ def test_the_split_layer_hides_and_the_serialised_run_does_not(
 ) -> None:
     assert preview_overlap.main([*TINY, "--profile", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "EMULATION: rank 0 of 4, emulated link, 0.5 GB/s, 10 us, 8 CTAs" in said
+    assert "EMULATION: rank 0 of 4, 0.5 GB/s, 10 us, 8 CTAs" in said
+    assert "EMULATED collectives: 0.5 GB/s, 10 us, 8 CTAs" in said
     for words in ("step, ms", "effective (clock)", "no schedule of this depth exposes less"):
         assert words in said
     split = profiling.check(tmp_path / "overlapped")
