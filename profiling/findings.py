@@ -40,7 +40,6 @@ class FindingKind(str, Enum):
     NOT_HIDDEN = "not hidden"
     ONE_RANK = "one rank"
     FIRST_ITERATION = "first iteration"
-    BOUND = "bound missed"
     NOT_EFFECTIVE = "not effective"
 
 
