@@ -9,7 +9,9 @@ __all__ = [
     "ModelMismatchError",
     "NonFiniteGradientError",
     "OverlapError",
+    "SplitLostError",
     "StaleParameterError",
+    "TransportError",
     "UnusedParameterError",
     "WrapError",
 ]
@@ -31,6 +33,10 @@ class CollectiveError(OverlapError):
     """A collective failed: a peer died, timed out or issued something else."""
 
 
+class TransportError(OverlapError):
+    """The transport that was asked for cannot run here."""
+
+
 class GradientOrderError(OverlapError):
     """A gradient arrived when its bucket had been reduced already."""
 
@@ -49,3 +55,7 @@ class NonFiniteGradientError(OverlapError):
 
 class CheckpointMismatchError(OverlapError):
     """A checkpoint was written by a run of another layout."""
+
+
+class SplitLostError(OverlapError):
+    """A Megatron-core wrapper is set up so that an expert weight's collective cannot hide."""
