@@ -10,10 +10,12 @@ from overlap.errors import (
     NonFiniteGradientError,
     OverlapError,
     StaleParameterError,
+    TransportError,
     UnusedParameterError,
     WrapError,
 )
 from overlap.groups import ProcessGroups
+from overlap.nccl import NcclOptions
 from overlap.optimizer import DistributedOptimizer
 from overlap.plan import BucketPlan, Plan
 
@@ -25,12 +27,14 @@ __all__ = [
     "DistributedOptimizer",
     "GradientOrderError",
     "ModelMismatchError",
+    "NcclOptions",
     "NonFiniteGradientError",
     "OverlapConfig",
     "OverlapError",
     "Plan",
     "ProcessGroups",
     "StaleParameterError",
+    "TransportError",
     "UnusedParameterError",
     "WrapError",
 ]

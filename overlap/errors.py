@@ -10,6 +10,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OverlapError",
     "StaleParameterError",
+    "TransportError",
     "UnusedParameterError",
     "WrapError",
 ]
@@ -29,6 +30,10 @@ class ModelMismatchError(OverlapError):
 
 class CollectiveError(OverlapError):
     """A collective failed: a peer died, timed out or issued something else."""
+
+
+class TransportError(OverlapError):
+    """The transport that was asked for cannot run here."""
 
 
 class GradientOrderError(OverlapError):

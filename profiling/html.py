@@ -23,12 +23,16 @@ from profiling.attribution import Attribution
 from profiling.timeline import Timeline, encode, timeline
 
 if TYPE_CHECKING:
-    from profiling.checks import Report, Row, Verdict
+    from profiling.checks import Report, Row
+    from profiling.verdicts import Verdict
 
 __all__ = ["write_html"]
 
 # What has a place of its own on the page; every other field of a row is a column.
-NO_COLUMN = {"check", "layer", "verdict", "finding", "set_aside", "inferred"}
+NO_COLUMN = {"check", "layer", "verdict", "findings", "set_aside", "inferred"} | {
+    "bounds",
+    "threshold",
+}
 SHARES = {"hidden", "spread"}
 HEADINGS = {"occurrences": "n"}
 
@@ -107,11 +111,12 @@ def _summary(report: Report) -> Iterator[str]:
     yield '<ul class="checks">'
     for title, rows in _by_check(report):
         overall = type(verdict).of_all(row.verdict for row in rows)
+        bounds = escape(rows[0].bounds)
         good = sum(row.verdict.value == "PASS" for row in rows)
         yield (
             f'<li class="{_tone(overall)}">{_verdict(overall)}<h3>{escape(title)}</h3>'
             f'<p class="soft">{good} of {len(rows)} {"layer" if len(rows) == 1 else "layers"} '
-            f"pass, at least {report.threshold:.0%} hidden</p></li>"
+            f"pass, {bounds}</p></li>"
         )
     yield "</ul>"
     if exposed := [ms for per_rank in report.exposed_ms.values() for ms in per_rank]:
@@ -180,7 +185,7 @@ def _tables(report: Report) -> Iterator[str]:
             '<th scope="col">verdict</th></tr></thead><tbody>'
         )
         for row in rows:
-            cells = "".join(_cell(name, getattr(row, name), report.threshold) for name in names)
+            cells = "".join(_cell(name, getattr(row, name), row.threshold) for name in names)
             mark = '<span class="mark">inferred</span>' if getattr(row, "inferred", False) else ""
             yield (
                 f'<tr class="{_tone(row.verdict)}"><th scope="row">{escape(row.layer or "-")}{mark}'
@@ -200,12 +205,13 @@ def _heading(name: str) -> str:
     return escape(HEADINGS.get(name, name.removesuffix("_ms").replace("_", " ")))
 
 
-def _cell(name: str, value: Any, threshold: float) -> str:
+def _cell(name: str, value: Any, threshold: float | None) -> str:
     text = escape(_text(name, value))
     if name == "hidden" and value is not None:
+        mark = "" if threshold is None else f'<b style="left:{threshold:.1%}"></b>'
         return (
             f'<td><span class="bar" aria-hidden="true"><i style="width:{value:.1%}"></i>'
-            f'<b style="left:{threshold:.1%}"></b></span><span class="share">{text}</span></td>'
+            f'{mark}</span><span class="share">{text}</span></td>'
         )
     return f'<td class="text">{text}</td>' if isinstance(value, str) else f"<td>{text}</td>"
 

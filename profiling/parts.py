@@ -13,6 +13,7 @@ from profiling.intervals import EMPTY, Intervals, intersect, subtract, window
 from profiling.metrics import measure
 from profiling.peers import Transfers
 from profiling.ranges import Kind
+from profiling.subjects import RankFacts, Subject
 
 __all__ = ["Parts", "cut_up"]
 
@@ -44,23 +45,23 @@ def cut_up(ranks: Sequence[Attribution]) -> list[list[Parts]]:
 
     A collective that was not found in its trace has none and is left out.
     """
-    transfers = Transfers(ranks)
+    facts = [RankFacts(rank) for rank in ranks]
+    transfers = Transfers(facts)
     return [
         [
-            _parts(rank, collective, transfers)
-            for collective in rank.collectives
-            if len(collective.found.busy)
+            _parts(subject, subject.collective, transfers)
+            for subject in rank.subjects
+            if subject.collective is not None and len(subject.found.busy)
         ]
-        for rank in ranks
+        for rank in facts
     ]
 
 
-def _parts(rank: Attribution, collective: Collective, transfers: Transfers) -> Parts:
-    found = collective.found
-    whole, _ = transfers.of(rank.trace.rank, collective)
-    transfer = whole
-    if found.resumed is not None:
-        transfer = subtract(transfer, window(collective.issue.start, found.resumed))
+def _parts(subject: Subject, collective: Collective, transfers: Transfers) -> Parts:
+    rank, found = subject.rank.attribution, subject.found
+    whole, _ = transfers.of(subject)
+    occurrence = measure(subject, EMPTY, (), transfers)
+    transfer = occurrence.when
     compute = rank.compute.get(found.device, EMPTY)
     under = {}
     beside = intersect(transfer, compute)
@@ -68,7 +69,6 @@ def _parts(rank: Attribution, collective: Collective, transfers: Transfers) -> P
         if len(shared := intersect(transfer, busy)):
             under[stage] = shared
             beside = subtract(beside, shared)
-    waited = measure(rank, collective, (Kind.ITERATION, ""), transfers).wait
     return Parts(
         collective=collective,
         transfer=transfer,
@@ -76,7 +76,7 @@ def _parts(rank: Attribution, collective: Collective, transfers: Transfers) -> P
         beside=beside,
         exposed=subtract(transfer, compute),
         late=subtract(found.busy, whole),
-        wait=_wait(collective, waited),
+        wait=_wait(collective, occurrence.wait),
     )
 
 
