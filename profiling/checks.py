@@ -134,7 +134,7 @@ def check(
             for evidence in collect(rule, ranks, transfers, iterations)
         ),
         notes=reading.notes,
-        exposed_ms=exposed_communication([rank.attribution for rank in ranks]),
+        exposed_ms=exposed_communication([rank.attribution for rank in ranks], iterations),
         bounds=bounds(reading, iterations),
         effective=saving,
         clocks={f"rank {rank}": offset for rank, offset in transfers.offsets.items()},
@@ -238,6 +238,11 @@ def _cannot_tell(evidence: Evidence) -> Finding | None:
             f"no collective of the profile is called {rule.collective}, and it has no expert layer "
             "that should have one: record a whole step of a model that the overlap engine wraps, "
             "or write a rule for what is there",
+        )
+    if not issued and evidence.left_out:
+        return Finding(
+            FindingKind.TOO_FEW,
+            f"all {evidence.left_out} that were recorded are outside of the iterations asked for",
         )
     if not issued:
         return Finding(
