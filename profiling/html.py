@@ -11,7 +11,7 @@ import base64
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -19,8 +19,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from profiling.attribution import Attribution
 from profiling.timeline import Timeline, encode, timeline
+from profiling.understanding import Reading
+from profiling.writing import write
 
 if TYPE_CHECKING:
     from profiling.checks import Report, Row
@@ -49,18 +50,18 @@ SAYS = {
 }
 
 
-def write_html(report: Report, ranks: Sequence[Attribution], path: str | Path) -> None:
-    """Write ``report`` as one page that needs nothing else, with the timeline of ``ranks``.
+def write_html(report: Report, reading: Reading, path: str | Path) -> None:
+    """Write ``report`` as one page that needs nothing else, with a timeline.
 
     Args:
         report: What `check` returned.
-        ranks: The traces that it judged, attributed.
+        reading: What it judged.
         path: The file to write; an existing one is replaced.
 
     Raises:
-        OSError: It cannot be written.
+        WriteError: It cannot be written.
     """
-    shown = timeline(ranks)
+    shown = timeline(reading)
     script = _part("page.js")
     page = Template(_part("page.html")).substitute(
         policy=_policy(script),
@@ -70,7 +71,7 @@ def write_html(report: Report, ranks: Sequence[Attribution], path: str | Path) -
         data=_harmless(encode(shown)),
         script=script,
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write(path, page)
 
 
 def _part(name: str) -> str:
