@@ -70,8 +70,9 @@ def test_it_holds_the_verdicts_and_the_timeline(tmp_path, variant):
         assert row.check in page.texts["h3"]
         assert row.layer in page.texts["th"]
         assert f"{row.hidden:.1%}" in page.texts["span"]
-        if row.finding:
-            assert row.finding in page.texts["p"]
+        for finding in row.findings:
+            assert finding.text in page.texts["p"]
+            assert finding.kind.value in page.texts["span"]
     # The overall verdict, one per check, one per row: each with an icon beside the word.
     assert page.texts["span"].count(report.verdict.value) == 2 + len(report.rows)
     assert page.tags.count("svg") >= 3 + len(report.rows)
