@@ -99,11 +99,11 @@ class Transfers:
         if rank not in group or (size is not None and size != len(group)):
             return False
         shown = [peer for peer in group if peer in peers]
-        begins = [int(peers[peer].found.busy[0, 0]) - self._ahead(peer) for peer in shown]
-        ends = [int(peers[peer].found.busy[-1, 1]) - self._ahead(peer) for peer in shown]
+        begins = [int(peers[peer].found.busy[0, 0]) - self.ahead(peer) for peer in shown]
+        ends = [int(peers[peer].found.busy[-1, 1]) - self.ahead(peer) for peer in shown]
         return max(begins) < min(ends)
 
-    def _ahead(self, rank: int) -> int:
+    def ahead(self, rank: int | None) -> int:
         """Return by how much to set back a rank's clock: by nothing that may be mere scatter."""
-        offset = self.offsets.get(rank)
+        offset = None if rank is None else self.offsets.get(rank)
         return offset.ns if offset is not None and abs(offset.ns) > offset.scatter_ns else 0
