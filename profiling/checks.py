@@ -15,6 +15,7 @@ from profiling.effectiveness import Effective, against, effective
 from profiling.evidence import FEWEST, STRAGGLER, Evidence, collect
 from profiling.findings import Finding, FindingKind, advise, bad_ranks
 from profiling.metrics import exposed_communication
+from profiling.overview import DeviceOverview, overview
 from profiling.rules import BUILT_IN, THRESHOLD, Iterations, Rule
 from profiling.slowdown import slowdown
 from profiling.trace import Profile
@@ -84,6 +85,7 @@ class Report:
         bounds: The least that an iteration could leave exposed.
         effective: What the run saves against its baseline; None without one.
         clocks: Rank -> how far its clock is from the lowest rank's; None where nothing tells.
+        devices: Rank -> what each device did, then all together; empty without a device.
     """
 
     path: str
@@ -94,6 +96,7 @@ class Report:
     bounds: tuple[Bound, ...]
     effective: Effective | None
     clocks: dict[str, Offset | None]
+    devices: dict[str, tuple[DeviceOverview, ...]]
 
     @property
     def verdict(self) -> Verdict:
@@ -131,10 +134,11 @@ def check(
             for evidence in collect(rule, ranks, transfers, iterations)
         ),
         notes=reading.notes,
-        exposed_ms=exposed_communication([rank.attribution for rank in ranks]),
+        exposed_ms=exposed_communication([rank.attribution for rank in ranks], iterations),
         bounds=bounds(reading, iterations),
         effective=saving,
         clocks={f"rank {rank}": offset for rank, offset in transfers.offsets.items()},
+        devices={rank.trace.label: overview(rank.trace, rank.attribution.work) for rank in ranks},
     )
 
 
@@ -231,8 +235,14 @@ def _cannot_tell(evidence: Evidence) -> Finding | None:
     if not layer:
         return Finding(
             FindingKind.NOT_RECORDED,
-            f"nothing in the profile is a {rule.collective} (and no expert layer that should have "
-            "one): record a whole step of a model that is wrapped by the overlap engine",
+            f"no collective of the profile is called {rule.collective}, and it has no expert layer "
+            "that should have one: record a whole step of a model that the overlap engine wraps, "
+            "or write a rule for what is there",
+        )
+    if not issued and evidence.left_out:
+        return Finding(
+            FindingKind.TOO_FEW,
+            f"all {evidence.left_out} that were recorded are outside of the iterations asked for",
         )
     if not issued:
         return Finding(

@@ -22,6 +22,7 @@ from profiling.names import (
     is_within_devices,
 )
 from profiling.nesting import Outermost
+from profiling.ranges import emulated
 from profiling.spans import is_stage
 from profiling.trace import Category, Trace
 
@@ -77,8 +78,10 @@ def has_device_work(trace: Trace) -> bool:
 
 
 def gloo_ranges(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the events that are gloo's own account of a collective, by start."""
-    return _by_name(trace, trace.of(Category.ANNOTATION), lambda name: name.startswith("gloo:"))
+    """Return the events that are a CPU collective's own account of itself, by start: gloo's, or
+    those of `overlap.emulation`."""
+    accounts = ("gloo:", emulated())
+    return _by_name(trace, trace.of(Category.ANNOTATION), lambda name: name.startswith(accounts))
 
 
 def c10d_calls(trace: Trace) -> npt.NDArray[np.int64]:

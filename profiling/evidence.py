@@ -30,7 +30,8 @@ class Evidence:
 
     Attributes:
         layer: Empty where the profile has nothing that the rule is about.
-        issued: What the rule is about.
+        issued: What the rule is about, in the iterations that count.
+        left_out: How many were in other iterations.
         found: How many of them left something to measure.
         kept: What counts.
         aside: Reason -> how many do not.
@@ -41,6 +42,7 @@ class Evidence:
     rule: Rule
     layer: str
     issued: tuple[Subject, ...]
+    left_out: int
     found: int
     kept: tuple[Occurrence, ...]
     aside: dict[str, int]
@@ -113,16 +115,15 @@ def collect(
             if rule.expects(own) and rule.hides(stage.span.kind, own, own):
                 by_layer[own] += []
         for subject in rank.subjects:
-            if choosy and subject.iteration not in chosen:
-                continue
             for layer, labels in subject.labels.items():
                 if rule.about_layer(layer) and rule.about(labels):
                     by_layer[layer].append(subject)
+    wanted = frozenset(chosen) if choosy else None
     first = min(chosen, default=None)
     return [
-        _evidence(rule, layer, by_layer[layer], ranks, transfers, first)
+        _evidence(rule, layer, by_layer[layer], ranks, transfers, wanted, first)
         for layer in sorted(by_layer, key=_natural)
-    ] or [Evidence(rule, "", (), 0, (), {}, (), first)]
+    ] or [Evidence(rule, "", (), 0, 0, (), {}, (), first)]
 
 
 def _numbers(rank: RankFacts) -> list[int]:
@@ -133,11 +134,14 @@ def _numbers(rank: RankFacts) -> list[int]:
 def _evidence(
     rule: Rule,
     layer: str,
-    issued: Sequence[Subject],
+    subjects: Sequence[Subject],
     ranks: Sequence[RankFacts],
     transfers: Transfers,
+    wanted: frozenset[int] | None,
     first: int | None,
 ) -> Evidence:
+    """Return the evidence on one layer; all iterations count where ``wanted`` is None."""
+    issued = [one for one in subjects if wanted is None or one.iteration in wanted]
     runs = {
         rank: tuple(
             stage
@@ -156,8 +160,16 @@ def _evidence(
                 busy = rank.attribution.compute.get(device, EMPTY)
             measured.append(measure(subject, busy, runs[rank], transfers))
     kept, aside = _set_aside(measured)
-    every = tuple((rank, stage) for rank in ranks for stage in runs[rank])
-    return Evidence(rule, layer, tuple(issued), len(measured), tuple(kept), aside, every, first)
+    every = tuple(
+        (rank, stage)
+        for rank in ranks
+        for stage in runs[rank]
+        if wanted is None or stage.iteration in wanted
+    )
+    left_out = len(subjects) - len(issued)
+    return Evidence(
+        rule, layer, tuple(issued), left_out, len(measured), tuple(kept), aside, every, first
+    )
 
 
 def _busy(runs: Sequence[Stage]) -> Intervals:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from profiling.attribution import CPU, Attribution, Found, Stage
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, total, window
 from profiling.peers import Transfers
+from profiling.rules import Iterations
 from profiling.spans import iteration_at
 from profiling.subjects import Subject
 
@@ -196,13 +197,18 @@ def _waited_at_once(subject: Subject) -> bool:
     return bool(first == last)
 
 
-def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]]:
+def exposed_communication(
+    ranks: Sequence[Attribution], iterations: Iterations | None = None
+) -> dict[str, list[float]]:
     """Return for each rank and iteration how long it communicated and did not compute, in ms.
 
     Everything that communicates counts, a stage's own exchanges as well, and so does waiting for
     a late rank. On a device it is the iteration's that launched it, however much later it ran. An
     iteration in which nothing ran (the one that the recorder opened last) is left out; a rank
     whose trace has no iteration ranges has an empty list.
+
+    Args:
+        iterations: Which count; all by default.
     """
     return {
         rank.trace.label: [
@@ -211,8 +217,9 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
                 for device, when in communication.items()
             )
             / 1e6
-            for communication in rank.communication
+            for span, communication in zip(rank.iterations, rank.communication, strict=True)
             if communication is not None
+            and (iterations is None or (span.name.isdecimal() and int(span.name) in iterations))
         ]
         for rank in ranks
     }

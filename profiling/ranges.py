@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Kind", "Range", "is_dense", "label", "name_modules", "parse", "span"]
+__all__ = ["Kind", "Range", "emulated", "is_dense", "label", "name_modules", "parse", "span"]
 
 
 class Kind(str, Enum):
@@ -75,6 +75,11 @@ def parse(text: str) -> Range | None:
 def is_dense(name: str) -> bool:
     """Return whether a collective's name is that of a bucket of dense parameters."""
     return name.startswith("dense.")
+
+
+def emulated(operation: str = "") -> str:
+    """Return the name of an emulated collective's range ("all_gather", ...), or its beginning."""
+    return f"emulated:{operation}"
 
 
 _NOTHING = nullcontext()
