@@ -75,9 +75,9 @@ class Block(nn.Module):
 
 
 def build(
-    preset: Preset, layers: int, device: torch.device, *, fused: bool = False
+    preset: Preset, layers: int, device: torch.device, *, backend: str = "auto", fused: bool = False
 ) -> nn.Sequential:
-    """The model: bf16 and Triton on a GPU, fp32 and plain torch on a CPU; drawn where it lives."""
+    """The model, drawn where it lives: bf16 on a GPU; fp32 and plain torch on a CPU."""
     on_gpu = device.type == "cuda"
     config = MegaMoEConfig(
         hidden_size=preset.hidden,
@@ -85,7 +85,7 @@ def build(
         num_moe_experts=preset.experts,
         moe_router_topk=preset.top_k,
         moe_router_force_load_balancing=True,
-        mega_moe_backend="auto" if on_gpu else "reference",
+        mega_moe_backend=backend if on_gpu else "reference",
     )
     dtype = torch.bfloat16 if on_gpu else torch.float32
     blocks = (Block(config, fused, dtype=dtype, device="meta") for _ in range(layers))
@@ -218,20 +218,25 @@ class Run:
     """One way of running, measured. Times in ms.
 
     Attributes:
-        step: Median of a step, without a profiler.
+        steps: Each timed step, without a profiler.
         waited: Mean of how long compute stood still for the engine's collectives in a step.
         gathers, reduces: What a step's collectives take, by the link's arithmetic.
         bound: Exposed in forward and backward, at least; None in an overlapped run.
         report: What the profile says.
     """
 
-    step: float
+    steps: tuple[float, ...]
     waited: float
     gathers: float
     reduces: float
     bound: tuple[float, float] | None
     report: Report
     plan: str
+
+    @property
+    def step(self) -> float:
+        """The median step."""
+        return median(self.steps)
 
 
 def measure(
@@ -279,7 +284,7 @@ def measure(
                 step(ddp, optimizer, x)
                 recorder.step()
         return Run(
-            step=median(b - a for a, b in pairwise(at)),
+            steps=tuple(b - a for a, b in pairwise(at)),
             waited=waited,
             gathers=sum(1e3 * gather_seconds(bucket, link) for bucket in ddp.buckets),
             reduces=sum(1e3 * reduce_seconds(bucket, link) for bucket in ddp.buckets),
