@@ -43,6 +43,7 @@ _COMMUNICATION = re.compile(
     ncclKernel | ncclDevKernel | ncclSymk | rcclGenericKernel | rcclDevKernel | mscclKernel
     | nvshmem | rocshmem
     | deep_ep:: | ::(?:intranode|internode|internode_ll)::(?:dispatch|combine)
+    | emulated_collective  # overlap.emulation's
     | symm_mem | multimem_ | one_shot_all_reduce | two_shot_all_reduce
     """,
     re.VERBOSE,
