@@ -10,6 +10,7 @@ are printed, facts go to OUT/results.json.
     correct      losses against one process, equal bits, single collectives of random sizes
     effective    collectives beside stage 1, DeepSeek-V3's shape per rank, every transport
     step         whole steps of four layers, every schedule, beside the bound
+    profiles     a profile of each schedule on every rank, and the verdicts on them
 
 `--device cpu` runs the same code on gloo at toy sizes: a test, whose times mean nothing.
 """
@@ -35,7 +36,7 @@ import torch.distributed as dist
 from benchmarks.ranks.here import Here
 
 # Part: seconds it may take.
-PARTS = {"correct": 90, "effective": 120, "step": 180}
+PARTS = {"correct": 90, "effective": 100, "step": 170, "profiles": 60}
 
 
 def run_part(part: str, rank: int, args: argparse.Namespace, store: str | None) -> None:
@@ -64,16 +65,23 @@ def run_part(part: str, rank: int, args: argparse.Namespace, store: str | None) 
         )
         here.say(f"\n=== {part} ===")
         importlib.import_module(f"benchmarks.ranks.{part}").run(here)
+        here.barrier()
+        here.synchronize()
     finally:
-        dist.destroy_process_group()
+        if not store:  # a process of our own just ends
+            dist.destroy_process_group()
 
 
 def _rank_process(part: str, rank: int, args: argparse.Namespace, store: str) -> None:
+    code = 1
     try:
         run_part(part, rank, args, store)
+        code = 0
     except BaseException:
         print(f"rank {rank} of part {part} failed:\n{traceback.format_exc()}", flush=True)
-        os._exit(1)  # a communicator whose peer still waits would hang at a proper exit
+    sys.stdout.flush()
+    # A proper exit would wait for communicators whose peer is gone, and for gloo's threads.
+    os._exit(code)
 
 
 def spawn_part(part: str, args: argparse.Namespace) -> str:

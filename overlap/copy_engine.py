@@ -30,7 +30,7 @@ from overlap.symmetric import Region
 
 __all__ = ["PullGather", "PullReduce"]
 
-STAGING_BYTES = 64 * 2**20  # of one rank, all staging buffers of one transport together
+STAGING_BYTES = 128 * 2**20  # of one rank, all staging buffers of one transport together
 REDUCE_SMS = 8  # the additions: SMs that keep up with the copies
 
 
@@ -137,8 +137,8 @@ class PullReduce(_Pull):
         super().__init__(group, device, streams)
         self.sms = sms
         self._adding = streams.side()
-        # Two stages, in each a piece per peer and an fp32 sum, aligned for any dtype.
-        self._piece_bytes = max(512, staging_bytes // (2 * (len(self._peers) + 2)) // 512 * 512)
+        # In each of two stages a piece per peer, and one sum in fp32: twice the bytes of bf16.
+        self._piece_bytes = max(512, staging_bytes // (2 * len(self._peers) + 2) // 512 * 512)
         mark = streams.mark()
         like = torch.empty(0, device=device)
         self._stages = [_Stage(self._peers, self._piece_bytes, mark, like) for _ in range(2)]

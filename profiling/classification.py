@@ -1,6 +1,7 @@
 """What an event is: computing, communicating, copying.
 
-On a device the profiler's category comes first and the kernel's name second. On a CPU an operator
+On a device the profiler's category comes first and the kernel's name second, and then what launched
+it: a collective may run kernels of any name, or none but the copy engines. On a CPU an operator
 computes unless its name says that it only wraps or waits.
 """
 
@@ -13,7 +14,16 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from profiling.launches import Launches
+from profiling.names import (
+    is_collective_call,
+    is_communication_kernel,
+    is_peer_copy,
+    is_within_devices,
+)
+from profiling.nesting import Outermost
 from profiling.ranges import emulated
+from profiling.spans import is_stage
 from profiling.trace import Category, Trace
 
 __all__ = [
@@ -22,7 +32,6 @@ __all__ = [
     "classify",
     "gloo_ranges",
     "has_device_work",
-    "is_communication_kernel",
     "is_compute_operator",
 ]
 
@@ -37,28 +46,12 @@ class Work(IntEnum):
     MEMSET = 4
 
 
-# Kernels that move data between ranks.
-_COMMUNICATION = re.compile(
-    r"""
-    ncclKernel | ncclDevKernel | ncclSymk | rcclGenericKernel | rcclDevKernel | mscclKernel
-    | nvshmem | rocshmem
-    | deep_ep:: | ::(?:intranode|internode|internode_ll)::(?:dispatch|combine)
-    | emulated_collective  # overlap.emulation's
-    | symm_mem | multimem_ | one_shot_all_reduce | two_shot_all_reduce
-    """,
-    re.VERBOSE,
-)
 # Operators are `namespace::name`. These namespaces wrap other events, or wait for a peer.
 _OPERATOR = re.compile(r"(?P<namespace>[A-Za-z_]\w*)::\w")
 _NO_COMPUTE = frozenset(
     {"autograd", "c10d", "_c10d_functional", "c10d_functional", "megamoe", "overlap", "profiler"}
     | {"torch"}  # torch::autograd::AccumulateGrad, around the hooks
 )
-
-
-def is_communication_kernel(name: str) -> bool:
-    """Return whether a device kernel of this name moves data between ranks."""
-    return _COMMUNICATION.search(name) is not None
 
 
 def is_compute_operator(name: str) -> bool:
@@ -96,20 +89,24 @@ def c10d_calls(trace: Trace) -> npt.NDArray[np.int64]:
     return _by_name(trace, trace.of(Category.CPU_OP), lambda name: name.startswith("c10d::"))
 
 
-def classify(trace: Trace) -> npt.NDArray[np.int8]:
+def classify(trace: Trace, launches: Launches | None = None) -> npt.NDArray[np.int8]:
     """Return the `Work` of each event, int8 [n].
 
     With device work in the trace, only the device works. Without, compute operators do, and
     gloo's ranges are the communication; what an operator does on one of gloo's own threads is
     part of that.
+
+    Args:
+        launches: Those of ``trace``, where they are at hand.
     """
     work = np.zeros(len(trace), np.int8)
     if has_device_work(trace):
-        kernels = trace.of(Category.KERNEL)
+        kernels = np.flatnonzero(trace.category == Category.KERNEL)
         work[kernels] = Work.COMPUTE
         work[_by_name(trace, kernels, is_communication_kernel)] = Work.COMMUNICATION
         work[trace.category == Category.MEMCPY] = Work.COPY
         work[trace.category == Category.MEMSET] = Work.MEMSET
+        _mark_unnamed(trace, work, launches or Launches(trace))
         return work
     operators = _by_name(trace, trace.of(Category.CPU_OP), is_compute_operator)
     gloo = gloo_ranges(trace)
@@ -117,3 +114,61 @@ def classify(trace: Trace) -> npt.NDArray[np.int8]:
     work[operators[~np.isin(trace.lane[operators], own_threads)]] = Work.COMPUTE
     work[gloo] = Work.COMMUNICATION
     return work
+
+
+def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
+    """Change ``work`` of what a collective launched, though its name does not say so.
+
+    That is a kernel or a copy on a stream of its own, or a copy to a peer on any. What a call
+    launches on a stream that computes packs or casts for the collective, and a call that launched
+    a known kernel has its collective; both stay as they are.
+    """
+    cpu = np.flatnonzero(trace.category <= Category.ANNOTATION)
+    calls = Outermost(trace, _by_name(trace, cpu, is_collective_call))
+    if not len(calls.events):
+        return
+    launch = launches.call_of()
+    events = np.flatnonzero(launch >= 0)
+    owner = calls.at(trace.lane[launch[events]], trace.start[launch[events]])
+    aside = _side_streams(trace, work, launch, events[owner < 0])
+    events, owner = events[owner >= 0], owner[owner >= 0]
+
+    known = np.zeros(len(calls.events), bool)
+    known[owner[work[events] == Work.COMMUNICATION]] = True
+    events = events[~known[owner]]
+    copies = events[work[events] == Work.COPY]
+    kernels = events[work[events] == Work.COMPUTE]
+    moved = np.union1d(kernels, _by_name(trace, copies, is_within_devices))
+    work[moved[aside(moved)]] = Work.COMMUNICATION
+    work[_by_name(trace, copies, is_peer_copy)] = Work.COMMUNICATION
+
+
+def _side_streams(
+    trace: Trace,
+    work: npt.NDArray[np.int8],
+    launch: npt.NDArray[np.int64],
+    events: npt.NDArray[np.int64],
+) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
+    """Return a test for events on streams that do not compute.
+
+    A stream computes if a stage runs on it; without stages in the trace, if anything does.
+
+    Args:
+        launch: The launch of each event of the trace.
+        events: What was launched outside of any collective.
+    """
+    computing = events[work[events] == Work.COMPUTE]
+    stages = Outermost(
+        trace,
+        _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage),
+    )
+    if len(stages.events):
+        calls = launch[computing]
+        computing = computing[stages.at(trace.lane[calls], trace.start[calls]) >= 0]
+    busy = np.unique(_stream(trace, computing))
+    return lambda tested: ~np.isin(_stream(trace, tested), busy)
+
+
+def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return one number for each device and stream, int64 [n]."""
+    return (trace.device[events].astype(np.int64) << 32) + trace.stream[events]

@@ -1,47 +1,47 @@
-"""A report as text for people (100 columns) and as JSON for machines."""
+"""Results as text for people (100 columns) and as JSON for machines."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import statistics
-import textwrap
 from itertools import groupby
 
 from profiling.checks import Report, Row
+from profiling.effectiveness import CONFIDENCE, Effective
+from profiling.layout import clip, ms, percent, wrap
 
-__all__ = ["WIDTH", "to_json", "to_text"]
+__all__ = ["effective_text", "to_json", "to_text"]
 
-WIDTH = 100
 _LAYER = 38  # columns
-SCHEMA = 1  # counts up when a field changes its meaning or goes
+SCHEMA = 2  # counts up when a field changes its meaning or goes
 
 
-def to_json(report: Report) -> str:
-    """Return the report as one JSON object.
+def to_json(result: Report | Effective) -> str:
+    """Return a result as one JSON object.
 
-    Its fields are those of `Report` and `Row`, with the overall ``verdict`` and ``exit_code`` and
-    the ``schema`` number.
+    Its fields are those of `Report` and `Row` (or `Effective`), with the overall ``verdict`` and
+    ``exit_code`` and the ``schema`` number.
     """
     entry = {
         "schema": SCHEMA,
-        "verdict": report.verdict.value,
-        "exit_code": report.verdict.exit_code,
-        **dataclasses.asdict(report),
+        "verdict": result.verdict,
+        "exit_code": 0 if result.verdict is None else result.verdict.exit_code,
+        **{key: value for key, value in dataclasses.asdict(result).items() if key != "verdict"},
     }
     return json.dumps(entry, indent=2)
 
 
 def to_text(report: Report) -> str:
-    """Return the report as lines of at most `WIDTH` columns; the overall verdict is the last."""
+    """Return the report as lines of at most 100 columns; the overall verdict is the last."""
     lines = [f"{report.path}: {report.ranks} {'rank' if report.ranks == 1 else 'ranks'}"]
-    lines += [line for note in report.notes for line in _wrap(f"note: {note}", "")]
-    for title, rows in groupby(report.rows, key=lambda row: row.check):
-        lines += ["", f"{title} (at least {report.threshold:.0%} hidden)", _HEAD]
+    lines += [line for note in report.notes for line in wrap(f"note: {note}")]
+    for (title, bounds), rows in groupby(report.rows, key=lambda row: (row.check, row.bounds)):
+        lines += ["", *wrap(f"{title} ({bounds})"), _HEAD]
         for row in rows:
             lines += _row(row)
     lines.append("")
-    if exposed := [ms for per_rank in report.exposed_ms.values() for ms in per_rank]:
+    if exposed := [value for per_rank in report.exposed_ms.values() for value in per_rank]:
         lines.append(
             f"exposed communication: {statistics.fmean(exposed):.1f} ms per iteration and rank "
             f"({min(exposed):.1f} to {max(exposed):.1f})"
@@ -54,21 +54,35 @@ _HEAD = f"  {'layer':<{_LAYER}}{'hidden':>8}{'spread':>12}{'exposed':>11}{'wait'
 
 
 def _row(row: Row) -> list[str]:
-    layer = row.layer if len(row.layer) < _LAYER else "…" + row.layer[-(_LAYER - 2) :]
     spread = "-" if row.spread is None else f"{row.spread[0]:.0%}-{row.spread[1]:.0%}"
-    hidden = "-" if row.hidden is None else f"{row.hidden:.1%}"
     line = (
-        f"  {layer or '-':<{_LAYER}}{hidden:>8}{spread:>12}{_ms(row.exposed_ms):>11}"
-        f"{_ms(row.wait_ms):>11}{row.occurrences:>5}  {row.verdict.value}"
+        f"  {clip(row.layer, _LAYER) or '-':<{_LAYER}}{percent(row.hidden):>8}{spread:>12}"
+        f"{ms(row.exposed_ms):>11}{ms(row.wait_ms):>11}{row.occurrences:>5}  {row.verdict.value}"
     )
-    remarks = [row.finding] if row.finding else []
+    remarks = [f"{finding.kind.value}: {finding.text}" for finding in row.findings]
     remarks += [f"set aside: {count}, {reason}" for reason, count in row.set_aside.items()]
-    return [line, *(part for remark in remarks for part in _wrap(remark, "    "))]
+    return [line, *(part for remark in remarks for part in wrap(remark, "    "))]
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} ms"
-
-
-def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+def effective_text(result: Effective) -> str:
+    """Return what overlap saved as lines; the last one is the verdict, or else the figure."""
+    lines = []
+    for name, profile in (("serialised", result.serial), ("overlapped", result.overlapped)):
+        steps = profile.step_ms
+        middle = ms(statistics.median(steps)) if steps else "-"
+        lines += wrap(f"{name}: {profile.path}: {len(steps)} steps, median {middle}")
+    moved = result.serial.communication_ms
+    alone = ms(statistics.median(moved)) if moved else "-"
+    lines.append(f"collectives alone: {alone} per step, in the serialised profile")
+    if result.finding:
+        lines += wrap(result.finding)
+    figure = f"effective: {percent(result.value)} of the communication's time is saved"
+    if result.interval is not None:
+        low, high = result.interval
+        figure += f" ({CONFIDENCE:.0%} interval {low:.1%} to {high:.1%})"
+    lines.append(figure if result.value is not None else "effective: -")
+    if result.threshold is not None:
+        lines.append(f"asked for: at least {result.threshold:.0%}")
+    if result.verdict is not None:
+        lines.append(f"verdict: {result.verdict.value}")
+    return "\n".join(lines)

@@ -1,18 +1,19 @@
-"""Megatron-core's DDP and distributed optimizer on the CPU, for tests and benchmarks only.
+"""Megatron-core on the CPU, for tests and benchmarks only.
 
 Megatron-core takes a GPU for granted. Under `on_cpu` what it asks of torch.cuda is answered for the
-CPU: "cuda" as a device means the CPU, streams and events do nothing, and a tensor's ``type()`` is
-the name that a GPU tensor would have. No arithmetic is touched.
+CPU: "cuda" as a device means the CPU, streams and events do nothing, a tensor's ``type()`` is the
+name that a GPU tensor would have, and the CUDA generator is the CPU's. No arithmetic is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -59,7 +60,26 @@ class _Idle:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: _Idle()
+
+
+def _splits_as_lists(all_to_all_single: Any) -> Any:
+    """Megatron leaves the splits of an all-to-all tensors where they lie on no GPU."""
+
+    def call(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(a.tolist() if isinstance(a, Tensor) else a for a in args)
+        kwargs = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        return all_to_all_single(output, input, *args, **kwargs)
+
+    return call
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
 
 
 @contextmanager
@@ -69,6 +89,10 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
     ``intercept=False`` is for benchmarks: not every call of torch is intercepted, which costs time,
     but the few that a training step makes are replaced.
     """
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
     answers: dict[str, Any] = {
         "current_device": lambda: CPU,
         "current_stream": lambda *_: _Idle(),
@@ -76,12 +100,28 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
         "stream": lambda *_: nullcontext(),
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": _get_rng_state,
         "Stream": _Idle,
         "Event": _Idle,
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for name in ("range_push", "range_pop"):
+            stack.enter_context(mock.patch.object(torch.cuda.nvtx, name))
+        for name, replacement in (
+            ("_get_cuda_rng_state", _get_rng_state),
+            ("_set_cuda_rng_state", _set_rng_state),
+        ):
+            stack.enter_context(mock.patch.object(random, name, replacement))
+        stack.enter_context(
+            mock.patch.object(dist, "all_to_all_single", _splits_as_lists(dist.all_to_all_single))
+        )
+        # 0.16.1 without transformer-engine asks for a name that it has not bound.
+        stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        # And it takes transformer-engine's classes, which are None then, for classes.
+        stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
         if intercept:
             stack.enter_context(CudaMeansCpu())
         else:
@@ -92,16 +132,24 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
         yield
 
 
-def initialize(expert_parallel_size: int) -> Any:
-    """Set Megatron's process groups up over the default one; return the expert-parallel group."""
+def initialize(expert_parallel_size: int, pipeline_parallel_size: int = 1, seed: int = 1) -> Any:
+    """Set Megatron's process groups and generators up over the default process group.
+
+    Returns the expert-parallel group.
+    """
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
 
     parallel_state.destroy_model_parallel()
     with on_cpu():
         parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=pipeline_parallel_size,
             expert_model_parallel_size=expert_parallel_size,
             expert_tensor_parallel_size=1,
         )
+        before = torch.get_rng_state()
+        random.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        torch.set_rng_state(before)
     return parallel_state.get_expert_model_parallel_group()
 
 
@@ -134,12 +182,13 @@ def wrap(model: nn.Module, bucket_size: int | None = None, **ddp_options: Any) -
 
 
 def adamw(ddp: Any, **options: Any) -> Any:
-    """Megatron's distributed optimizer (AdamW) over a model wrapped by `wrap`."""
+    """Megatron's distributed optimizer (AdamW) over what `wrap` returned, one or several."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+    chunks = list(ddp) if isinstance(ddp, Sequence) else [ddp]
     with on_cpu():
         config = OptimizerConfig(optimizer="adam", use_distributed_optimizer=True, **options)
-        optimizer = get_megatron_optimizer(config, [ddp])
+        optimizer = get_megatron_optimizer(config, chunks)
     for group in optimizer.param_groups:  # what its scheduler does
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return optimizer

@@ -22,10 +22,13 @@ from torch import Tensor, nn
 from benchmarks.ranks.here import Here
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
-from overlap.collectives import Collective
+from overlap.collectives import Collective, Gathers, Reduces
+from overlap.copy_engine import STAGING_BYTES, PullGather, PullReduce
+from overlap.streams import Streams
 from tests.overlap_models import Model, batch
 
 STEPS = 6
+PULLED = {"param_gather_transport": "copy_engine", "grad_reduce_transport": "copy_engine"}
 
 
 class Tower(nn.Module):
@@ -53,8 +56,20 @@ def run(here: Here) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)  # the reference adds with atomics
     good = _losses(here)
     groups = ProcessGroups.build()
-    good &= _bits(here, "collective", groups)
-    good &= _sizes(here, "collective", Collective(groups.dp, here.device, 0))
+    collective = Collective(groups.dp, here.device, 0)
+    weights = _bits(here, "collective", groups)
+    good &= weights is not None
+    good &= _sizes(here, "collective", collective, collective)
+    with here.peer_memory():
+        streams = Streams(here.device)
+        for staging in (2**20, STAGING_BYTES):
+            reduce = PullReduce(groups.dp, here.device, streams, staging_bytes=staging)
+            gather = PullGather(groups.dp, here.device, streams)
+            good &= _sizes(here, f"copy engine, staging {staging >> 20} MiB", gather, reduce)
+        good &= _bits(here, "copy engine", groups, **PULLED) is not None
+        pulled = _train(here, groups, "reference", param_gather_transport="copy_engine")
+        title = "bits, copy engine for the gather only = collective, reference"
+        good &= _verdict(here, title, weights is not None and pulled == weights["reference"])
     here.say("all as it should be" if good else "NOT as it should be")
     here.note(check="all", good=good)
 
@@ -127,7 +142,10 @@ def _together(here: Here, groups: ProcessGroups, overlap: bool) -> list[float]:
 DISTURBANCES = ("late host", "slow stream", "back to back")
 
 
-def _bits(here: Here, transport: str, groups: ProcessGroups) -> bool:
+def _bits(
+    here: Here, transport: str, groups: ProcessGroups, **config: Any
+) -> dict[str, list[str]] | None:
+    """The weights by backend, where every run of one backend gave the same."""
     schedules: dict[str, dict[str, Any]] = {
         "overlap on": {},
         "overlap off": {"overlap_param_gather": False, "overlap_grad_reduce": False},
@@ -135,15 +153,16 @@ def _bits(here: Here, transport: str, groups: ProcessGroups) -> bool:
         "depth 3": {"prefetch_depth": 3},
     }
     good = True
+    weights = {}
     for backend in ("triton", "reference") if here.cuda else ("reference",):
-        expected = _train(here, groups, backend)
-        for name, config in schedules.items():
-            got = _train(here, groups, backend, **config)
+        expected = weights[backend] = _train(here, groups, backend, **config)
+        for name, schedule in schedules.items():
+            got = _train(here, groups, backend, **config, **schedule)
             good &= _verdict(here, f"bits, {transport}, {backend}, {name}", got == expected)
         for disturbance in DISTURBANCES:
-            got = _train(here, groups, backend, disturbance)
+            got = _train(here, groups, backend, disturbance, **config)
             good &= _verdict(here, f"bits, {transport}, {backend}, {disturbance}", got == expected)
-    return good
+    return weights if good else None
 
 
 def _train(
@@ -187,34 +206,45 @@ def _disturb(here: Here, how: str, late: random.Random) -> None:
 # Single collectives
 
 
-def _sizes(here: Here, name: str, transport: Collective) -> bool:
+def _sizes(here: Here, name: str, gather: Gathers, reduce: Reduces) -> bool:
     """Gathers and reduce-scatters of random sizes, one after the other without a pause."""
     pick = random.Random(11)
-    wrong = 0
+    most = 64 * (4_000 if here.toy else 40_000)
+    dtypes = (torch.float32, torch.bfloat16)
+    gathering = {dtype: gather.allocate(most * here.world, dtype) for dtype in dtypes}
+    reducing = {dtype: reduce.allocate(most * here.world, dtype) for dtype in dtypes}
+    pulled = isinstance(reduce, PullReduce)
+    wrong = wrong_sums = 0
     worst = 0.0
     for index in range(20 if here.toy else 200):
-        numel = 64 * pick.choice((1, 2, pick.randint(1, 40), pick.randint(1, 40_000)))
-        dtype = pick.choice((torch.float32, torch.bfloat16))
+        numel = 64 * pick.choice((1, 2, pick.randint(1, 40), pick.randint(1, most // 64)))
+        dtype = pick.choice(dtypes)
         everyone = _numbers(here, index, numel * here.world, dtype)
         own = slice(here.rank * numel, (here.rank + 1) * numel)
-        whole = torch.full((numel * here.world,), float("nan"), dtype=dtype, device=here.device)
+        whole = gathering[dtype][: numel * here.world].fill_(float("nan"))
         whole[own] = everyone[here.rank][own]
-        transport.all_gather(whole, whole[own], "a gather").wait()
+        gather.all_gather(whole, whole[own], "a gather").wait()
         shards = [part.chunk(here.world)[rank] for rank, part in enumerate(everyone)]
         wrong += not torch.equal(whole, torch.cat(shards))
-        source = everyone[here.rank].clone()
-        transport.reduce_scatter(source[own], source, "a reduce-scatter").wait()
+        source = reducing[dtype][: numel * here.world]
+        source.copy_(everyone[here.rank])
+        reduce.reduce_scatter(source[own], source, "a reduce-scatter").wait()
         exact = torch.stack([part[own].double() for part in everyone]).sum(0)
         scale = torch.stack([part[own].double().abs() for part in everyone]).sum(0)
         error = ((source[own].double() - exact).abs() / scale).max().item()
         worst = max(worst, error / torch.finfo(dtype).eps)
+        in_order = everyone[0][own].float()
+        for part in everyone[1:]:
+            in_order = in_order + part[own].float()
+        wrong_sums += pulled and not torch.equal(source[own], in_order.to(dtype))
     limit = here.world  # rounded to dtype once per addition
     return _verdict(
         here,
         f"random sizes, {name}",
-        wrong == 0 and worst <= limit,
+        wrong == 0 and wrong_sums == 0 and worst <= limit,
         gathers_wrong=wrong,
         reduce_error_in_eps=f"{worst:.2f}",
+        sums_not_in_order=wrong_sums if pulled else "not promised",
     )
 
 

@@ -22,7 +22,9 @@ from benchmarks.stages import SHAPES, Shape
 from megamoe import mega_moe_stage1
 from megamoe.backends import sm_budget_adder
 from overlap import NcclOptions, ProcessGroups
-from overlap.collectives import Collective
+from overlap.collectives import Collective, Gathers, Reduces
+from overlap.copy_engine import PullGather, PullReduce
+from overlap.streams import Streams
 
 TOY = Shape(64, 2, 32, 64, 4)
 
@@ -52,17 +54,25 @@ def run(here: Here) -> None:
     here.say(f"{shape}")
     backends = ("reference",) if here.toy else ("triton", "reference")
     stages = {backend: _stage1(shape, backend, here.device) for backend in backends}
-    for name, options in NCCL.items():
+    for name, options in (*NCCL.items(), ("copy engine", NCCL["8"])):
         if here.seconds_left() < 15:
             here.say(f"no time left for {name} and after")
             return
         group = ProcessGroups.build(nccl=options).edp
         ctas = options.max_ctas or _DEFAULT_CTAS
+        gather: Gathers = Collective(group, here.device, ctas)
+        reduce: Reduces = Collective(group, here.device, ctas)
+        budgets = {"gather": (0, ctas, 2 * ctas), "reduce": (0, ctas, 2 * ctas)}
+        if name == "copy engine":
+            streams = Streams(here.device)
+            gather = PullGather(group, here.device, streams)
+            reduce = PullReduce(group, here.device, streams)
+            budgets = {"gather": (0, 1, 2), "reduce": (0, 4, 8, 16)}
         for backend in backends:
-            for window in _windows(
-                here, shape, stages[backend], Collective(group, here.device, ctas)
-            ):
-                _measure(here, name, backend, window, (0, ctas, 2 * ctas))
+            for window in _windows(here, shape, stages[backend], gather, reduce):
+                _measure(here, name, backend, window, budgets[window.name.split()[0]])
+        here.synchronize()
+        del gather, reduce, window
         dist.destroy_process_group(group)
 
 
@@ -93,20 +103,34 @@ def _stage1(shape: Shape, backend: str, device: torch.device) -> dict[str, Calla
 
 
 def _windows(
-    here: Here, shape: Shape, stage1: dict[str, Callable[[], object]], transport: Collective
+    here: Here,
+    shape: Shape,
+    stage1: dict[str, Callable[[], object]],
+    gather: Gathers,
+    reduce: Reduces,
 ) -> Iterator[Window]:
     numel = shape.experts * shape.hidden * shape.ffn
     own = slice(here.rank * numel // here.world, (here.rank + 1) * numel // here.world)
-    dtype = torch.bfloat16 if here.cuda else torch.float32
-    for what, kind in (("gather", dtype), ("reduce bf16", dtype), ("reduce fp32", torch.float32)):
-        whole = torch.zeros(numel, dtype=kind, device=here.device)
-        call = transport.all_gather if what == "gather" else transport.reduce_scatter
-        ends = (whole, whole[own]) if what == "gather" else (whole[own], whole)
+    narrow = torch.bfloat16 if here.cuda else torch.float32
+    what = "a benchmark's collective"
+    for name, dtype in (
+        ("gather", narrow),
+        ("reduce bf16", narrow),
+        ("reduce fp32", torch.float32),
+    ):
+        with here.peer_memory():
+            memory = (gather if name == "gather" else reduce).allocate(numel, dtype).zero_()
+
+        def collective(name: str = name, memory: Tensor = memory) -> Callable[[], None]:
+            if name == "gather":
+                return gather.all_gather(memory, memory[own], what).wait
+            return reduce.reduce_scatter(memory[own], memory, what).wait
+
         yield Window(
-            what,
-            stage1["forward" if what == "gather" else "backward"],
-            lambda call=call, ends=ends: call(*ends, "a benchmark's collective").wait,  # type: ignore[misc]
-            numel * kind.itemsize * (here.world - 1) // here.world,
+            name,
+            stage1["forward" if name == "gather" else "backward"],
+            collective,
+            numel * dtype.itemsize * (here.world - 1) // here.world,
         )
 
 

@@ -7,12 +7,15 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.shared_memory import shared_memory
 
 __all__ = ["Here"]
 
@@ -34,6 +37,10 @@ class Here:
     out: Path
     notes: Path
     deadline: float
+
+    def peer_memory(self) -> AbstractContextManager[None]:
+        """What copy-engine transports need to be made; on CPUs a stand-in."""
+        return nullcontext() if self.cuda else shared_memory()
 
     @property
     def cuda(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.ranks import megatron
 from benchmarks.ranks.bound import exposed_backward, exposed_forward
 from benchmarks.ranks.here import Here
 from benchmarks.stages import Shape
@@ -42,6 +43,7 @@ class Variant:
     config: dict[str, Any] = field(default_factory=dict)
 
 
+PULLED = {"param_gather_transport": "copy_engine", "grad_reduce_transport": "copy_engine"}
 VARIANTS = {
     "no collectives": Variant(),
     "serialised": Variant("nccl", config={"serialize": True}),
@@ -50,8 +52,21 @@ VARIANTS = {
     "split, nccl default": Variant("nccl", config={"collective_sms": 0}),
     "split, 8 CTAs": Variant("hidden"),
     "split, 16 CTAs": Variant("balanced"),
+    "split, pulled gather": Variant("hidden", config={"param_gather_transport": "copy_engine"}),
+    "split, pulled both": Variant("hidden", config=PULLED),
+    "split, pulled, bf16": Variant("hidden", config={"reduce_dtype": torch.bfloat16, **PULLED}),
     "split, bf16 reduce": Variant("hidden", config={"reduce_dtype": torch.bfloat16}),
 }
+
+
+BRIEFLY = (  # of the reference backend, whose stages take twice the time
+    "no collectives",
+    "serialised",
+    "split, nccl default",
+    "split, 8 CTAs",
+    "split, pulled gather",
+    "Megatron-core",
+)
 
 
 class Tower(nn.Module):
@@ -106,7 +121,9 @@ class Training:
         self.groups = ProcessGroups.build(nccl=variant.nccl)
         for layer in model.layers:
             layer.experts.fused = variant.fused
-        self.ddp = DistributedDataParallel(model, OverlapConfig(**variant.config), self.groups)
+        with here.peer_memory():
+            config = OverlapConfig(**variant.config)
+            self.ddp = DistributedDataParallel(model, config, self.groups)
         self.optimizer = DistributedOptimizer(
             self.ddp, torch.optim.AdamW, lr=1e-5, fused=here.cuda or None
         )
@@ -147,13 +164,25 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
     torch.manual_seed(1)
     model = Tower(here, shape, backend)
     base = bound = 0.0
-    for name, variant in VARIANTS.items():
+    variants: dict[str, Variant | None] = dict(VARIANTS)
+    if megatron.available():
+        variants["Megatron-core"] = None
+    for name, variant in variants.items():
+        if backend == "reference" and here.cuda and name not in BRIEFLY:
+            continue
+        if here.seconds_left() < 8:
+            here.say(f"  no time left for {name} and after")
+            return
+        training: Training | megatron.MegatronTraining
         try:
-            training = Training(here, model, shape, variant)
-            if name == "no collectives":
-                bound = _bound(here, training)
-                training.move_nothing()
-            ms, spread = _steps(here, training.step)
+            if variant is None:
+                training = megatron.MegatronTraining(here, model, shape)
+            else:
+                training = Training(here, model, shape, variant)
+                if name == "no collectives":
+                    bound = _bound(here, training)
+                    training.move_nothing()
+            ms, spread = steps(here, training.step)
             training.close()
         except (RuntimeError, ValueError) as error:  # out of memory, a kernel that cannot
             here.say(f"  {name}: {type(error).__name__}: {error}")
@@ -183,7 +212,7 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, float]]:
+def steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, float]]:
     """Median and range of single steps in a row, of the slowest rank."""
     warm, count = (1, 2) if here.toy else (3, 7)
     for _ in range(warm):

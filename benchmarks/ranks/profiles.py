@@ -1,0 +1,107 @@
+"""Profiles of every schedule, and what `moe-trace check` says of them: with expert buckets split it
+has to PASS, fused, late or serialised to FAIL. Rank 1 comes late to the first recorded iteration.
+
+Each schedule's files go to OUT/profiles/SCHEDULE, the unprofiled step times to clock.json there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import time
+
+import torch
+
+import profiling
+from benchmarks.ranks.here import Here
+from benchmarks.ranks.step import PULLED, Tower, Training, Variant, steps
+from benchmarks.stages import Shape
+
+LAYERS = 2
+SHAPE = Shape(8192, 8, 4096, 1536, 16)
+TOY = Shape(256, 2, 64, 512, 4)
+LATE_SECONDS = 0.3
+WAIT, WARMUP, ACTIVE = 1, 1, 5
+# Schedule: its variant and the verdict that it must get.
+SCHEDULES = {
+    "serialised": (Variant(config={"serialize": True}), "FAIL"),
+    "split": (Variant(), "PASS"),
+    "late": (Variant(config={"prefetch_depth": 0}), "FAIL"),
+    "fused": (Variant(fused=True, config={"share_expert_buckets": True}), "FAIL"),
+    "pulled": (Variant(config=PULLED), "PASS"),
+}
+
+
+def run(here: Here) -> None:
+    shape = TOY if here.toy else SHAPE
+    backend = "triton" if here.cuda else "reference"
+    torch.manual_seed(1)
+    model = Tower(here, shape, backend, LAYERS)
+    clock: dict[str, float] = {}
+    for name, (variant, expected) in SCHEDULES.items():
+        if here.seconds_left() < 10:
+            here.say(f"no time left for {name} and after")
+            return
+        training = Training(here, model, shape, variant)
+        clock[name], _ = steps(here, training.step)
+        _record(here, training, name)
+        training.close()
+        del training
+        if here.rank == 0:
+            _judge(here, name, expected, clock[name])
+        here.barrier()
+    if here.rank == 0:
+        text = json.dumps({"shape": str(shape), "layers": LAYERS, "step_ms": clock}, indent=1)
+        (here.out / "profiles" / "clock.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _record(here: Here, training: Training, name: str) -> None:
+    folder = here.out / "profiles" / name
+    if here.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    here.barrier()
+    here.synchronize()
+    with profiling.record(
+        folder,
+        wait=WAIT,
+        warmup=WARMUP,
+        active=ACTIVE,
+        settle=training.ddp.finish_in_flight,
+        record_shapes=not here.cuda,
+    ) as recorder:
+        for iteration in range(WAIT + WARMUP + ACTIVE):
+            if here.rank == 1 and iteration == WAIT + WARMUP:
+                here.synchronize()
+                time.sleep(LATE_SECONDS)
+            training.step()
+            recorder.step()
+    here.barrier()
+
+
+def _judge(here: Here, name: str, expected: str, step_ms: float) -> None:
+    """Pack the schedule's files tightly and check them."""
+    folder = here.out / "profiles" / name
+    sizes = []
+    for path in sorted(folder.iterdir()):
+        packed = folder / f"{path.name.split('.')[0]}.pt.trace.json.gz"
+        content = gzip.decompress(path.read_bytes())
+        path.unlink()
+        packed.write_bytes(gzip.compress(content, 9, mtime=0))
+        sizes.append(packed.stat().st_size)
+    report = profiling.check(folder)
+    verdict = report.verdict.value
+    here.say(
+        f"{name:12}{verdict:14}expected {expected}  step {step_ms:.2f} ms  "
+        f"files {[f'{size / 1e3:.0f} kB' for size in sizes]}"
+        + ("" if verdict == expected else "   NOT as it should be")
+    )
+    here.say(profiling.to_text(report))
+    here.note(
+        schedule=name,
+        verdict=verdict,
+        expected=expected,
+        step_ms=step_ms,
+        bytes=sizes,
+        report=json.loads(profiling.to_json(report)),
+    )
