@@ -1,4 +1,4 @@
-"""Profiles of emulated collectives: said to be that, and whatever stands in for a collective is one.
+"""Profiles of emulated collectives: they say so, and whatever stands in for a collective is one.
 
 On a CPU the tests of the preview record and judge them.
 """
