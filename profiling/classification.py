@@ -80,8 +80,12 @@ def has_device_work(trace: Trace) -> bool:
 def gloo_ranges(trace: Trace) -> npt.NDArray[np.int64]:
     """Return the events that are a CPU collective's own account of itself, by start: gloo's, or
     those of `overlap.emulation`."""
-    accounts = ("gloo:", emulated())
-    return _by_name(trace, trace.of(Category.ANNOTATION), lambda name: name.startswith(accounts))
+    return _annotations(trace, "gloo:", emulated())
+
+
+def _annotations(trace: Trace, *beginnings: str) -> npt.NDArray[np.int64]:
+    annotations = trace.of(Category.ANNOTATION)
+    return _by_name(trace, annotations, lambda name: name.startswith(beginnings))
 
 
 def c10d_calls(trace: Trace) -> npt.NDArray[np.int64]:
@@ -106,7 +110,9 @@ def classify(trace: Trace, launches: Launches | None = None) -> npt.NDArray[np.i
         work[_by_name(trace, kernels, is_communication_kernel)] = Work.COMMUNICATION
         work[trace.category == Category.MEMCPY] = Work.COPY
         work[trace.category == Category.MEMSET] = Work.MEMSET
-        _mark_unnamed(trace, work, launches or Launches(trace))
+        launches = launches or Launches(trace)
+        _mark_emulated(trace, work, launches)
+        _mark_unnamed(trace, work, launches)
         return work
     operators = _by_name(trace, trace.of(Category.CPU_OP), is_compute_operator)
     gloo = gloo_ranges(trace)
@@ -114,6 +120,16 @@ def classify(trace: Trace, launches: Launches | None = None) -> npt.NDArray[np.i
     work[operators[~np.isin(trace.lane[operators], own_threads)]] = Work.COMPUTE
     work[gloo] = Work.COMMUNICATION
     return work
+
+
+def _mark_emulated(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
+    """Change ``work`` of what an emulated collective launched, copies from the host included."""
+    ranges = Outermost(trace, _annotations(trace, emulated()))
+    if len(ranges.events):
+        launch = launches.call_of()
+        events = np.flatnonzero(launch >= 0)
+        owner = ranges.at(trace.lane[launch[events]], trace.start[launch[events]])
+        work[events[owner >= 0]] = Work.COMMUNICATION
 
 
 def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
