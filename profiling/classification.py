@@ -19,6 +19,7 @@ from profiling.names import (
     is_collective_call,
     is_communication_kernel,
     is_peer_copy,
+    is_signal,
     is_within_devices,
 )
 from profiling.nesting import Outermost
@@ -137,7 +138,7 @@ def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) 
 
     That is a kernel or a copy on a stream of its own, or a copy to a peer on any. What a call
     launches on a stream that computes packs or casts for the collective, and a call that launched
-    a known kernel has its collective; both stay as they are.
+    a known kernel that moves data has its collective; both stay as they are.
     """
     cpu = np.flatnonzero(trace.category <= Category.ANNOTATION)
     calls = Outermost(trace, _by_name(trace, cpu, is_collective_call))
@@ -150,7 +151,8 @@ def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) 
     events, owner = events[owner >= 0], owner[owner >= 0]
 
     known = np.zeros(len(calls.events), bool)
-    known[owner[work[events] == Work.COMMUNICATION]] = True
+    signals = np.isin(events, _by_name(trace, events, is_signal))
+    known[owner[(work[events] == Work.COMMUNICATION) & ~signals]] = True
     events = events[~known[owner]]
     copies = events[work[events] == Work.COPY]
     kernels = events[work[events] == Work.COMPUTE]
