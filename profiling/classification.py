@@ -144,10 +144,10 @@ def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) 
     calls = Outermost(trace, _by_name(trace, cpu, is_collective_call))
     if not len(calls.events):
         return
-    launch = launches.call_of()
-    events = np.flatnonzero(launch >= 0)
-    owner = calls.at(trace.lane[launch[events]], trace.start[launch[events]])
-    aside = _side_streams(trace, work, launch, events[owner < 0])
+    launch, events = launches.pairs()
+    owner = calls.at(trace.lane[launch], trace.start[launch])
+    outside = ~np.isin(events, events[owner >= 0])
+    aside = _side_streams(trace, work, launch[outside], events[outside])
     events, owner = events[owner >= 0], owner[owner >= 0]
 
     known = np.zeros(len(calls.events), bool)
@@ -172,17 +172,16 @@ def _side_streams(
     A stream computes if a stage runs on it; without stages in the trace, if anything does.
 
     Args:
-        launch: The launch of each event of the trace.
-        events: What was launched outside of any collective.
+        launch, events: What was launched outside of any collective, and what it launched.
     """
-    computing = events[work[events] == Work.COMPUTE]
+    computes = work[events] == Work.COMPUTE
+    launch, computing = launch[computes], events[computes]
     stages = Outermost(
         trace,
         _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage),
     )
     if len(stages.events):
-        calls = launch[computing]
-        computing = computing[stages.at(trace.lane[calls], trace.start[calls]) >= 0]
+        computing = computing[stages.at(trace.lane[launch], trace.start[launch]) >= 0]
     busy = np.unique(_stream(trace, computing))
     return lambda tested: ~np.isin(_stream(trace, tested), busy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -62,6 +62,12 @@ class Evidence:
     def hidden(self) -> float | None:
         """Share of the time of what is kept that was hidden, 0 to 1; None without any."""
         return share(self.kept)
+
+    @cached_property
+    def at_best(self) -> Evidence:
+        """The same, if the kernels of which nobody knows the stage were these stages'."""
+        kept = (replace(one, hidden=one.hidden + one.unclaimed) for one in self.kept)
+        return replace(self, kept=tuple(kept))
 
     @cached_property
     def spread(self) -> tuple[float, float] | None:
