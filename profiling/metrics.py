@@ -38,6 +38,7 @@ class Occurrence:
         duration: How long it took on this rank.
         transfer: How long it took without waiting for late ranks, as far as that is known.
         hidden: How much of the transfer the stages were busy in.
+        unclaimed: How much more of it kernels ran in that may be the stages', for no launch says.
         exposed: How much of the transfer nothing computed in.
         wait: How long compute stood still until it ended.
         lead: From its issue to the launch of the stage's first kernel (on a CPU, to the stage);
@@ -53,6 +54,7 @@ class Occurrence:
     duration: int
     transfer: int
     hidden: int
+    unclaimed: int
     exposed: int
     wait: int
     lead: int | None
@@ -87,6 +89,7 @@ def measure(
     if found.resumed is not None and subject.issued is not None:
         when = subtract(when, window(subject.issued, found.resumed))
     compute = rank.attribution.compute.get(found.device, EMPTY)
+    unclaimed = rank.attribution.unclaimed.get(found.device, EMPTY)
     wait = None if subject.collective is None else subject.collective.wait
     enqueued = _enqueued(subject, runs)
     return Occurrence(
@@ -95,6 +98,7 @@ def measure(
         duration=total(found.busy),
         transfer=total(when),
         hidden=total(intersect(when, at_work)),
+        unclaimed=total(intersect(subtract(when, at_work), unclaimed)),
         exposed=total(when) - total(intersect(when, compute)),
         wait=_wait_of_thread(subject) if found.device == CPU else _wait_of_streams(subject),
         lead=None if enqueued is None or subject.issued is None else enqueued - subject.issued,
