@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
+from megamoe import conditions
 from megamoe.errors import ConfigError, ExpertBiasError, UnsupportedFeatureError
 
 __all__ = ["MegaMoEConfig"]
@@ -147,13 +148,7 @@ class MegaMoEConfig:
 
     def conditions(self, ep_group: dist.ProcessGroup | None) -> dict[str, bool]:
         """Return the five conditions for replacing a model's MoE layer, and whether each holds."""
-        return {
-            "enable_primus_turbo is set": self.enable_primus_turbo,
-            "use_turbo_mega_moe is set": self.use_turbo_mega_moe,
-            "tensor_model_parallel_size is 1": self.tensor_model_parallel_size == 1,
-            "bf16 is set": self.bf16,
-            "there is an expert-parallel group": ep_group is not None,
-        }
+        return conditions.check(self, ep_group)
 
     def replaces_layer(self, ep_group: dist.ProcessGroup | None) -> bool:
         """Whether a model's MoE layer is to be replaced by a MegaMoELayer: all conditions hold."""
@@ -161,15 +156,7 @@ class MegaMoEConfig:
 
     def explain(self, ep_group: dist.ProcessGroup | None) -> str:
         """Say in a few lines whether the layer is replaced, and which condition does not hold."""
-        conditions = self.conditions(ep_group)
-        failing = [text for text, holds in conditions.items() if not holds]
-        verdict = (
-            f"kept: {len(failing)} of {len(conditions)} conditions do not hold"
-            if failing
-            else "replaced: all conditions hold"
-        )
-        lines = [f"  {'yes' if holds else 'NO ':3}  {text}" for text, holds in conditions.items()]
-        return "\n".join([f"MoE layer {verdict}", *lines])
+        return conditions.explain(self, ep_group)
 
     def require_supported(self) -> None:
         """Raise UnsupportedFeatureError or ExpertBiasError if the layer cannot be built."""

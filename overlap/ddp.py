@@ -13,6 +13,7 @@ from overlap import budget, collectives, parameters
 from overlap.bucket import Bucket
 from overlap.building import make_buckets
 from overlap.config import OverlapConfig
+from overlap.emulation.group import link_of
 from overlap.errors import ModelMismatchError, WrapError
 from overlap.gather import GatherSchedule
 from overlap.groups import ProcessGroups
@@ -267,4 +268,10 @@ class DistributedDataParallel(nn.Module):
                     else "finish_grad_sync",
                 )
             )
-        return Plan(tuple(rows), tuple(b.name for b in self.reduce.order), not self.gather.learning)
+        link = link_of(self.groups.dp)
+        return Plan(
+            tuple(rows),
+            tuple(bucket.name for bucket in self.reduce.order),
+            learned=not self.gather.learning,
+            emulated=str(link) if link else "",
+        )

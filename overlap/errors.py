@@ -9,6 +9,7 @@ __all__ = [
     "ModelMismatchError",
     "NonFiniteGradientError",
     "OverlapError",
+    "SplitLostError",
     "StaleParameterError",
     "TransportError",
     "UnusedParameterError",
@@ -54,3 +55,7 @@ class NonFiniteGradientError(OverlapError):
 
 class CheckpointMismatchError(OverlapError):
     """A checkpoint was written by a run of another layout."""
+
+
+class SplitLostError(OverlapError):
+    """A Megatron-core wrapper is set up so that an expert weight's collective cannot hide."""

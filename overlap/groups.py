@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap.emulation.group import link_of
 from overlap.nccl import NcclOptions, resolve
 
 __all__ = ["ProcessGroups"]
@@ -27,7 +28,7 @@ class ProcessGroups:
         mesh: Two dimensions, ("edp", "ep").
         dp: All ranks; a group of its own, so that a user's collectives never mix with ours.
         collective_sms: SMs that compute should leave free beside a collective of dp or edp; None
-            where NCCL chooses, 0 where no collective takes SMs (gloo).
+            where NCCL chooses, 0 where no collective takes SMs (gloo). Emulated: the link's CTAs.
     """
 
     mesh: DeviceMesh
@@ -85,7 +86,9 @@ class ProcessGroups:
             mesh=rows,
             mesh_dim_names=("edp", "ep"),
         )
-        return cls(mesh, dp, ep, edp, collective_sms=options.sms if with_nccl else 0)
+        link = link_of(dp)
+        sms = options.sms if with_nccl else link.ctas if link else 0
+        return cls(mesh, dp, ep, edp, collective_sms=sms)
 
 
 def _own_group(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
 from overlap.errors import WrapError
 from overlap.layout import ParamSpec
 
-__all__ = ["describe", "is_expert", "trainable"]
+__all__ = ["describe", "is_expert", "is_weight_module", "trainable"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -39,7 +41,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def describe(module: nn.Module, params: dict[str, nn.Parameter]) -> list[ParamSpec]:
     """The layout's view of ``params``, which are those of `trainable`."""
-    weight_modules = {path for path, child in module.named_modules() if _is_weight_module(child)}
+    weight_modules = {path for path, child in module.named_modules() if is_weight_module(child)}
     specs = []
     for name, param in params.items():
         owner = name.rpartition(".")[0]
@@ -55,11 +57,13 @@ def describe(module: nn.Module, params: dict[str, nn.Parameter]) -> list[ParamSp
     return specs
 
 
-def _is_weight_module(module: nn.Module) -> bool:
-    """A leaf that holds one parameter and speaks Megatron's delayed-weight-gradient protocol, as
-    the expert weight modules of `megamoe` do (which this package does not import)."""
+def is_weight_module(module: nn.Module) -> bool:
+    """A leaf that holds one parameter and hands it out: it speaks Megatron's protocol of delayed
+    weight gradients, and its forward takes no input, as a linear layer's does. The expert weight
+    modules of `megamoe`, which this package does not import, are such modules."""
     return (
         callable(getattr(module, "backward_dw", None))
         and not any(True for _ in module.children())
         and sum(1 for _ in module.parameters(recurse=False)) == 1
+        and not inspect.signature(module.forward).parameters
     )

@@ -36,7 +36,7 @@ class NotATraceError(ValueError):
 INT32, INT63 = 2**31 - 1, 2**62
 Int32 = Annotated[int, msgspec.Meta(ge=-INT32, le=INT32)]
 Int63 = Annotated[int, msgspec.Meta(ge=-INT63, le=INT63)]
-_LARGEST = {"device": INT32, "stream": INT32}
+_LARGEST = {"device": INT32, "stream": INT32, "rank": INT32}
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
@@ -111,7 +111,7 @@ _FIELDS = msgspec.structs.fields(Args)
 _SLOW = json.JSONDecoder(strict=False)  # it takes control characters, and NaN
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 # Between two events. The key that follows tells an event from an object in some argument's list.
-_KEY = r'\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|s|bp)"'
+_KEY = r'\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|s|bp|tts|cname|bind_id)"'
 _BETWEEN = re.compile(rb"\}\s*,\s*(?=" + _KEY.encode() + rb")")
 _NEXT = re.compile(r"\}\s*,\s*(?=" + _KEY + r")")
 _SOLID = re.compile(r"[^\s,]")
@@ -143,7 +143,7 @@ def scan(stream: Source, take: Callable[[list[Event]], None]) -> Scan:
                 piece, rest = buffer, b""
             events, left, found.complete = _decode_slowly(piece, found.dropped, last=at_end)
             rest = left + b"," + rest if left and rest else left or rest
-            size = max(PIECE, len(left) + PIECE)
+            size = PIECE + 2 * len(rest) if left else PIECE
         else:
             size = PIECE
         take(events)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from profiling.attribution import CPU
 from profiling.evidence import FEWEST, Evidence, share
 from profiling.intervals import EMPTY, intersect, total
 from profiling.metrics import Occurrence
@@ -17,6 +18,8 @@ from profiling.rules import ANY
 
 __all__ = ["Finding", "FindingKind", "advise", "bad_ranks"]
 
+# Occurrences of one rank that tell something about it; threads on shared cores scatter.
+FEWEST_OF_RANK, FEWEST_OF_CPU_RANK = 2, 3
 MOST = 0.5  # of the occurrences: from here on a finding speaks of the layer
 
 
@@ -40,7 +43,6 @@ class FindingKind(str, Enum):
     NOT_HIDDEN = "not hidden"
     ONE_RANK = "one rank"
     FIRST_ITERATION = "first iteration"
-    BOUND = "bound missed"
     NOT_EFFECTIVE = "not effective"
 
 
@@ -200,10 +202,15 @@ def bad_ranks(evidence: Evidence, threshold: float) -> list[str]:
     return [
         rank
         for rank, ones in evidence.by_rank.items()
-        if len(ones) >= FEWEST
+        if len(ones) >= _fewest(ones)
         and (share(ones) or 0) < threshold
         and _most([one for one in ones if one.share < threshold], ones)
     ]
+
+
+def _fewest(ones: Sequence[Occurrence]) -> int:
+    on_cpu = any(one.subject.found.device == CPU for one in ones)
+    return FEWEST_OF_CPU_RANK if on_cpu else FEWEST_OF_RANK
 
 
 def _one_rank(evidence: Evidence, threshold: float) -> Finding | None:

@@ -12,7 +12,7 @@ from profiling.parallel import load_in_parallel
 from profiling.reading import LoadError, load_file, load_trace
 from profiling.trace import Profile, Trace
 
-__all__ = ["SUFFIXES", "LoadError", "load", "load_trace", "parse_ranks"]
+__all__ = ["SUFFIXES", "LoadError", "load", "load_trace"]
 
 LEAST = 8 << 20  # bytes; fewer are read sooner than a process starts
 
@@ -145,25 +145,6 @@ def _told(files: list[Path], ranks: Mapping[str, int] | int | None) -> dict[Path
             raise LoadError(f"rank {rank} was given for {name}, but a rank is at least 0")
         told[meant[0]] = rank
     return told
-
-
-def parse_ranks(texts: Sequence[str]) -> Mapping[str, int] | int | None:
-    """Return what ``--rank N`` or a repeated ``--rank FILE=N`` says, as `load` takes it.
-
-    Raises:
-        LoadError: A text is of neither form, or they do not go together.
-    """
-    told: dict[str, int] = {}
-    for text in texts:
-        file, _, number = text.rpartition("=")
-        if not (number.isascii() and number.isdecimal()):
-            raise LoadError(f"--rank {text} is neither a rank (3) nor FILE=RANK (a.json=3)")
-        if file in told and told[file] != int(number):
-            raise LoadError(f"--rank {text} comes after --rank {file or told[file]}: give one")
-        told[file] = int(number)
-    if "" in told and len(told) > 1:
-        raise LoadError(f"--rank {told['']} names no file, beside ones that do: say FILE=RANK")
-    return told.get("", told or None)
 
 
 def _refuse_mixture(traces: list[Trace]) -> None:

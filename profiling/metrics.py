@@ -16,6 +16,7 @@ import numpy.typing as npt
 from profiling.attribution import CPU, Attribution, Found, Stage
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, total, window
 from profiling.peers import Transfers
+from profiling.rules import Iterations
 from profiling.spans import iteration_at
 from profiling.subjects import Subject
 
@@ -38,6 +39,7 @@ class Occurrence:
         duration: How long it took on this rank.
         transfer: How long it took without waiting for late ranks, as far as that is known.
         hidden: How much of the transfer the stages were busy in.
+        unclaimed: How much more of it kernels ran in that may be the stages', for no launch says.
         exposed: How much of the transfer nothing computed in.
         wait: How long compute stood still until it ended.
         lead: From its issue to the launch of the stage's first kernel (on a CPU, to the stage);
@@ -53,6 +55,7 @@ class Occurrence:
     duration: int
     transfer: int
     hidden: int
+    unclaimed: int
     exposed: int
     wait: int
     lead: int | None
@@ -87,6 +90,7 @@ def measure(
     if found.resumed is not None and subject.issued is not None:
         when = subtract(when, window(subject.issued, found.resumed))
     compute = rank.attribution.compute.get(found.device, EMPTY)
+    unclaimed = rank.attribution.unclaimed.get(found.device, EMPTY)
     wait = None if subject.collective is None else subject.collective.wait
     enqueued = _enqueued(subject, runs)
     return Occurrence(
@@ -95,6 +99,7 @@ def measure(
         duration=total(found.busy),
         transfer=total(when),
         hidden=total(intersect(when, at_work)),
+        unclaimed=total(intersect(subtract(when, at_work), unclaimed)),
         exposed=total(when) - total(intersect(when, compute)),
         wait=_wait_of_thread(subject) if found.device == CPU else _wait_of_streams(subject),
         lead=None if enqueued is None or subject.issued is None else enqueued - subject.issued,
@@ -196,13 +201,18 @@ def _waited_at_once(subject: Subject) -> bool:
     return bool(first == last)
 
 
-def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]]:
+def exposed_communication(
+    ranks: Sequence[Attribution], iterations: Iterations | None = None
+) -> dict[str, list[float]]:
     """Return for each rank and iteration how long it communicated and did not compute, in ms.
 
     Everything that communicates counts, a stage's own exchanges as well, and so does waiting for
     a late rank. On a device it is the iteration's that launched it, however much later it ran. An
     iteration in which nothing ran (the one that the recorder opened last) is left out; a rank
     whose trace has no iteration ranges has an empty list.
+
+    Args:
+        iterations: Which count; all by default.
     """
     return {
         rank.trace.label: [
@@ -211,8 +221,9 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
                 for device, when in communication.items()
             )
             / 1e6
-            for communication in rank.communication
+            for span, communication in zip(rank.iterations, rank.communication, strict=True)
             if communication is not None
+            and (iterations is None or (span.name.isdecimal() and int(span.name) in iterations))
         ]
         for rank in ranks
     }

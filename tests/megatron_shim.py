@@ -90,6 +90,7 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
     but the few that a training step makes are replaced.
     """
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     answers: dict[str, Any] = {
@@ -119,6 +120,8 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
         )
         # 0.16.1 without transformer-engine asks for a name that it has not bound.
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
+        # And it takes transformer-engine's classes, which are None then, for classes.
+        stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
         if intercept:
             stack.enter_context(CudaMeansCpu())
         else:

@@ -189,6 +189,7 @@ def test_groups_share_the_link_unless_they_have_their_own(start: Any) -> None:
     assert dist.get_process_group_ranks(groups.edp) == [0, 2]
     assert dist.get_backend(groups.dp) == "emulated"
     assert emulation.link_of(groups.ep) is FAST
+    assert groups.collective_sms == FAST.ctas
     nvlink = EmulatedLink(bandwidth=300)
     own = dist.new_group([0, 1], pg_options=nvlink)
     assert emulation.link_of(own) is nvlink

@@ -27,7 +27,8 @@ def judge(variant):
     assert [row.layer for row in report.rows] == 2 * LAYERS
     assert [row.occurrences for row in report.rows] == [10, 10, 10, 10]
     assert not any(row.set_aside for row in report.rows)
-    assert not report.notes
+    # What was still queued when the recorder opened; its launches came before.
+    assert all("unattributed" in note for note in report.notes)
     return report
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from profiling import loading, parallel, progress
-from profiling.loading import LoadError, load, load_trace, parse_ranks
+from profiling.loading import LoadError, load, load_trace
 from profiling.trace import Category
 from tests.kineto import MAIN, TraceBuilder, cpu_iteration, gpu_iteration
 
@@ -144,21 +144,6 @@ def test_ranks_that_make_no_sense_are_refused(tmp_path, ranks, message):
         sample(rank, world_size=2).write(tmp_path, name)
     with pytest.raises(LoadError, match=message):
         load(tmp_path, ranks=ranks)
-
-
-def test_parse_ranks():
-    assert parse_ranks([]) is None
-    assert parse_ranks(["3"]) == 3
-    assert parse_ranks(["a.json=3", "x=y.json=0"]) == {"a.json": 3, "x=y.json": 0}
-    for texts, message in (
-        (["a"], "--rank a is neither"),
-        (["a.json=-1"], "neither"),
-        (["a.json="], "neither"),
-        (["3", "a=4"], "names no file"),
-        (["a=3", "a=4"], "give one"),
-    ):
-        with pytest.raises(LoadError, match=message):
-            parse_ranks(texts)
 
 
 # Several ranks in one file

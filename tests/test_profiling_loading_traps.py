@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from profiling import decoding
 from profiling.loading import LoadError, load, load_trace
 from profiling.trace import Category
 from tests.kineto import ALL_GATHER, COMMUNICATION, MAIN, TraceBuilder, gpu_iteration
@@ -313,3 +314,19 @@ def test_what_is_not_json_names_the_file(tmp_path):
     path.write_text('{"traceEvents": "none"}')
     with pytest.raises(LoadError, match=r"report\.json is not a PyTorch profiler trace: .*"):
         load(path)
+
+
+def test_damage_before_an_event_longer_than_a_piece_costs_one_event(tmp_path, monkeypatch):
+    trace = sample()
+    trace.op("aten::mm", 1e6, 1e6 + 5)
+    trace.op("aten::cat", 1e6, 1e6 + 5, dims=[[[1] * 5000]])
+    text = trace.text()
+    damaged = text.replace('"aten::mm",', '"aten::mm"')
+    assert damaged != text
+    monkeypatch.setattr(decoding, "PIECE", 600)
+    path = tmp_path / "a.json"
+    path.write_text(damaged)
+    loaded = load_trace(path)
+    assert len(loaded) == len(trace.events) - 1
+    assert loaded.complete
+    assert loaded.notes == ("1 event dropped: not JSON; the first is 'aten::mm'",)

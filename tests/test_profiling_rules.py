@@ -86,6 +86,18 @@ def test_which_iterations(tmp_path, choice, occurrences, verdict):
     assert (row.occurrences, row.verdict) == (occurrences, verdict)
 
 
+def test_iterations_that_are_not_there_are_named_as_the_reason(tmp_path):
+    (row,) = judge(tmp_path, trace([GOOD] * 3), rule(skip_first=3))
+    assert row.finding == "all 3 that were recorded are outside of the iterations asked for"
+
+
+def test_exposed_communication_is_of_the_chosen_iterations(tmp_path):
+    trace([BAD, GOOD, GOOD]).write(tmp_path)
+    chosen = Iterations.parse("1-")
+    assert profiling.check(tmp_path).exposed_ms["rank 0"] == pytest.approx([0.2, 0, 0])
+    assert profiling.check(tmp_path, iterations=chosen).exposed_ms["rank 0"] == [0, 0]
+
+
 def two_layers(tmp_path):
     built = TraceBuilder()
     for number in range(3):

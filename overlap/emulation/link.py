@@ -56,4 +56,4 @@ class EmulatedLink:
             driver = f"{self.ctas} CTAs"
         else:
             driver = f"{self.ctas} CTAs in clusters of {self.clusters}"
-        return f"emulated link, {self.bandwidth:g} GB/s, {self.latency:g} us, {driver}"
+        return f"{self.bandwidth:g} GB/s, {self.latency:g} us, {driver}"

@@ -1,0 +1,186 @@
+"""A training run: set-up, the loop over steps, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megamoe.megatron
+import profiling
+from examples.pretraining import model
+from examples.pretraining.data import batches
+from examples.pretraining.engines import MegatronEngine, NativeEngine
+from examples.pretraining.geometry import flops_per_token
+
+
+def train(args: argparse.Namespace) -> list[dict[str, float]]:
+    """Train on this rank; the default process group and Megatron's are set up.
+
+    Returns one record per step: loss, grad_norm, tokens_per_s, tflops, exposed_ms.
+    """
+    from megatron.core import parallel_state
+
+    rank, ranks = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    per_microbatch = args.micro_batch_size * ranks
+    if args.global_batch_size % per_microbatch:
+        raise ValueError(
+            f"global_batch_size {args.global_batch_size} does not divide by micro_batch_size "
+            f"{args.micro_batch_size} times the data-parallel size {ranks}"
+        )
+    microbatches = args.global_batch_size // per_microbatch
+    device = torch.device(torch.cuda.current_device() if args.device == "cuda" else "cpu")
+    speaks = dist.get_rank() == dist.get_world_size() - 1  # it holds the loss
+
+    config = model.transformer_config(args)
+    decision = megamoe.megatron.enable(args)
+    if speaks:
+        print(decision, flush=True)
+    try:
+        chunks = model.build_chunks(args, config)
+    finally:
+        megamoe.megatron.disable()
+    engine = (MegatronEngine if args.engine == "megatron" else NativeEngine)(args, config, chunks)
+    if speaks:
+        print(engine.plan(), flush=True)
+    first = engine.load(Path(args.load)) if args.load else 0
+    data = batches(args, rank, ranks, device)
+    for _ in range(first * microbatches):  # where the loaded run left off
+        next(data)
+
+    recording: Any = nullcontext()
+    if args.profile:
+        recording = profiling.record(
+            args.profile,
+            wait=max(args.profile_start - 1, 0),
+            warmup=min(args.profile_start, 1),
+            active=args.profile_steps,
+            settle=engine.settle,
+        )
+    records = []
+    graphs = _CudaGraphs(args, config, engine)
+    with recording as recorder:
+        for iteration in range(first, args.train_iters):
+            _set_rates(engine.optimizer, args, iteration)
+            graphs.capture_when_due(iteration - first)
+            start = time.perf_counter()
+            loss, norm = engine.train_step(data, microbatches)
+            if recorder is not None:
+                recorder.step()
+            seconds = time.perf_counter() - start
+            records.append(_record(args, loss, norm, seconds, engine.take_waited_ms(), device))
+            if speaks:
+                _say(iteration + 1, args, records[-1])
+            done = iteration + 1
+            if args.save and (
+                done == args.train_iters or (args.save_interval and done % args.save_interval == 0)
+            ):
+                engine.save(Path(args.save), done)
+    return records
+
+
+def _record(
+    args: argparse.Namespace,
+    loss: float,
+    norm: float,
+    seconds: float,
+    waited_ms: float,
+    device: torch.device,
+) -> dict[str, float]:
+    from megatron.core import parallel_state
+
+    total = torch.tensor([loss], device=device)
+    dist.all_reduce(total)  # only the last stage's ranks have one
+    tokens = args.global_batch_size * args.seq_length
+    world_size = dist.get_world_size()
+    return {
+        "loss": float(total) / parallel_state.get_data_parallel_world_size(),
+        "grad_norm": norm,
+        "ms": seconds * 1e3,
+        "tokens_per_s": tokens / seconds,
+        "tflops": tokens * flops_per_token(args) / seconds / world_size / 1e12,
+        "exposed_ms": waited_ms,
+    }
+
+
+def _say(number: int, args: argparse.Namespace, record: dict[str, float]) -> None:
+    print(
+        f"step {number:>4}/{args.train_iters}  loss {record['loss']:8.5f}"
+        f"  grad norm {record['grad_norm']:8.4f}  {record['ms']:8.1f} ms"
+        f"  {record['tokens_per_s']:9.0f} tokens/s  {record['tflops']:7.2f} TFLOP/s/GPU"
+        f"  exposed {record['exposed_ms']:6.1f} ms",
+        flush=True,
+    )
+
+
+def _set_rates(optimizer: Any, args: argparse.Namespace, iteration: int) -> None:
+    """Linear warm-up, then a cosine from lr to min_lr."""
+    low = args.lr if args.min_lr is None else args.min_lr
+    if iteration < args.lr_warmup_iters:
+        lr = args.lr * (iteration + 1) / args.lr_warmup_iters
+    else:
+        span = max(args.train_iters - args.lr_warmup_iters, 1)
+        progress = (iteration - args.lr_warmup_iters) / span
+        lr = low + (args.lr - low) * (1 + math.cos(math.pi * progress)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = args.weight_decay * group.get("wd_mult", 1.0)
+
+
+class _CudaGraphs:
+    """Captures whole layers once the warm-up steps are over, with transformer-engine's graphs."""
+
+    def __init__(self, args: argparse.Namespace, config: Any, engine: Any) -> None:
+        self.warmup_steps = args.cuda_graph_warmup_steps
+        self.engine = engine
+        self.helper: Any = None
+        if not args.external_cuda_graph:
+            return
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        self.helper = TECudaGraphHelper(
+            model=engine.chunks,
+            config=config,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            optimizers=[engine.optimizer],
+        )
+
+    def capture_when_due(self, steps_done: int) -> None:
+        if self.helper is None or steps_done != self.warmup_steps:
+            return
+        hooked = [c for c in self.engine.chunks if c.remove_forward_pre_hook_handles]
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook(param_sync=True)
+        self.helper.create_cudagraphs()
+        for chunk in hooked:
+            chunk.enable_forward_pre_hook()
+        self.helper.cuda_graph_set_manual_hooks()
+
+
+def initialize(args: argparse.Namespace) -> None:
+    """Set up the process groups and generators of a launched rank."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+    )
+    torch.manual_seed(args.seed)
+    model_parallel_cuda_manual_seed(args.seed)

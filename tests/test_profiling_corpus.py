@@ -1,0 +1,104 @@
+"""Verdicts against the truth, on generated runs: no false PASS and no false FAIL.
+
+An INCONCLUSIVE is no error, but must have one of the reasons below, and few of the runs that can
+be known may have one; a run that cannot be known must have it.
+"""
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+
+import profiling
+from profiling import Verdict
+from profiling.assume import read_assumptions
+from tests.corpus import ELEMENTS, PATTERNS, PLAIN, THRESHOLD, build, cases, layer_name
+
+CASES = 2000
+# Why the verdict on a run that can be known may be withheld.
+REASONS = (
+    "lasted over",  # too many first occurrences of which no other rank says how long they were
+    "could be measured",  # too few are left, for their stage ran while they waited for a late rank
+)
+
+
+def assumptions(case):
+    if case.style != PLAIN:
+        return None
+    size = 1 if case.loss == "group of one" else max(2, case.ranks)
+    weights = (("fc1_weight", 2 * ELEMENTS), ("fc2_weight", ELEMENTS))
+    lines = [f"layers = {[layer_name(case, layer) for layer in range(case.layers)]}"]
+    for name, elements in weights:
+        lines += [
+            "[[weight]]",
+            f'name = "{name}"',
+            f"elements = {elements}",
+            f"group_size = {size}",
+        ]
+    lines += ["[stage]", *(f"'{stage}' = '{pattern}'" for stage, pattern in PATTERNS.items())]
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write("\n".join(lines))
+        file.flush()
+        return read_assumptions(file.name)
+
+
+def judge(case):
+    """Return the truth and the report's rows by check and layer."""
+    built = build(case)
+    with tempfile.TemporaryDirectory() as folder:
+        reading = profiling.read(built.write(Path(folder)), assumptions=assumptions(case))
+    report = profiling.check(reading)
+    index = {layer_name(case, layer): layer for layer in range(case.layers)}
+    return built.truth, {(row.check, index.get(row.layer)): row for row in report.rows}
+
+
+def errors(case, tally):
+    """Return what is wrong with the verdicts on a case, and count them in ``tally``."""
+    truth, rows = judge(case)
+    wrong = []
+    if not truth:
+        known = [row for row in rows.values() if row.verdict is not Verdict.INCONCLUSIVE]
+        tally["unknowable"] += len(rows)
+        return [
+            f"{row.check} of {row.layer} is {row.verdict}, and nobody can know" for row in known
+        ]
+    for (check, layer), what in truth.items():
+        row = rows.get((check, layer)) or rows.get((check, None))
+        if row is None:
+            wrong.append(f"{check} of layer {layer} has no row")
+            continue
+        truly = Verdict.PASS if what.hidden >= THRESHOLD else Verdict.FAIL
+        low, high = min(what.shares.values()), max(what.shares.values())
+        scattered = row.set_aside and low < THRESHOLD <= high  # what is left may be either
+        tally[row.verdict, truly] += case.complete
+        if row.verdict is Verdict.INCONCLUSIVE:
+            tally[row.finding] += case.complete
+            if case.complete and not any(reason in row.finding for reason in REASONS):
+                wrong.append(f"{check} of layer {layer} is known, but: {row.finding}")
+        elif row.verdict is not truly and not scattered:
+            wrong.append(f"false {row.verdict.value}: {check} of layer {layer}, {what.hidden:.3f}")
+        elif not row.set_aside and case.complete and abs(row.hidden - what.hidden) > 1e-6:
+            wrong.append(f"{check} of layer {layer} hides {what.hidden:.4f}, not {row.hidden:.4f}")
+    return wrong
+
+
+def test_no_false_verdict_in_2000_runs():
+    tally = Counter()
+
+    @settings(
+        max_examples=CASES,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def judged_right(case):
+        assert not errors(case, tally)
+
+    judged_right()
+    for truly in (Verdict.PASS, Verdict.FAIL):
+        assert tally[truly, truly] > 0.8 * sum(tally[found, truly] for found in Verdict)
+        assert tally[truly, truly] > CASES / 5
+    assert tally["unknowable"] > CASES / 20
