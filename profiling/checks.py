@@ -160,6 +160,8 @@ def judge(
         verdict = Verdict.of_all([_verdict(evidence), _saves(rule, saving)])
         asked = rule.min_hidden or rule.min_spread or THRESHOLD
         findings = list(advise(evidence, asked, verdict is Verdict.FAIL))
+        if verdict is Verdict.INCONCLUSIVE and not _hides(evidence):
+            findings = [_unclaimed(evidence)]
         findings += _not_effective(evidence, saving, slower)
         if rule.min_effective is not None and saving is None:
             findings.append(Finding(FindingKind.NO_BASELINE, "min_effective needs a baseline"))
@@ -188,18 +190,25 @@ def judge(
 def _verdict(evidence: Evidence) -> Verdict:
     """Return whether what counts is within the rule's bounds, on every rank."""
     rule = evidence.rule
-    hidden, spread = evidence.hidden, evidence.spread
-    assert hidden is not None
-    assert spread is not None
     exposed, wait = evidence.mean_ms("exposed"), evidence.mean_ms("wait")
     within = (
-        rule.min_hidden is None
-        or (hidden >= rule.min_hidden and not bad_ranks(evidence, rule.min_hidden)),
-        rule.min_spread is None or spread[0] >= rule.min_spread,
         rule.max_exposed_ms is None or (exposed or 0) <= rule.max_exposed_ms,
         rule.max_wait_ms is None or (wait or 0) <= rule.max_wait_ms,
     )
-    return Verdict.PASS if all(within) else Verdict.FAIL
+    if not all(within) or not _hides(evidence.at_best):
+        return Verdict.FAIL
+    return Verdict.PASS if _hides(evidence) else Verdict.INCONCLUSIVE
+
+
+def _hides(evidence: Evidence) -> bool:
+    """Return whether as much is hidden as the rule asks for."""
+    rule, hidden, spread = evidence.rule, evidence.hidden, evidence.spread
+    assert hidden is not None
+    assert spread is not None
+    if rule.min_spread is not None and spread[0] < rule.min_spread:
+        return False
+    asked = rule.min_hidden
+    return asked is None or (hidden >= asked and not bad_ranks(evidence, asked))
 
 
 def _saves(rule: Rule, saving: Effective | None) -> Verdict:
@@ -275,6 +284,15 @@ def _cannot_tell(evidence: Evidence) -> Finding | None:
             "iterations",
         )
     return None
+
+
+def _unclaimed(evidence: Evidence) -> Finding:
+    """Return the finding where kernels of which nobody knows the stage could turn the verdict."""
+    return Finding(
+        FindingKind.IN_DOUBT,
+        f"{evidence.hidden or 0:.0%} of it is hidden, but up to {evidence.at_best.hidden or 0:.0%} "
+        "could be: kernels ran beside it of which no launch says whether they are the stage's",
+    )
 
 
 def _outliers(evidence: Evidence) -> Finding | None:

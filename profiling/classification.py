@@ -19,6 +19,7 @@ from profiling.names import (
     is_collective_call,
     is_communication_kernel,
     is_peer_copy,
+    is_signal,
     is_within_devices,
 )
 from profiling.nesting import Outermost
@@ -126,9 +127,8 @@ def _mark_emulated(trace: Trace, work: npt.NDArray[np.int8], launches: Launches)
     """Change ``work`` of what an emulated collective launched, copies from the host included."""
     ranges = Outermost(trace, _annotations(trace, emulated()))
     if len(ranges.events):
-        launch = launches.call_of()
-        events = np.flatnonzero(launch >= 0)
-        owner = ranges.at(trace.lane[launch[events]], trace.start[launch[events]])
+        launch, events = launches.pairs()
+        owner = ranges.at(trace.lane[launch], trace.start[launch])
         work[events[owner >= 0]] = Work.COMMUNICATION
 
 
@@ -137,20 +137,21 @@ def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) 
 
     That is a kernel or a copy on a stream of its own, or a copy to a peer on any. What a call
     launches on a stream that computes packs or casts for the collective, and a call that launched
-    a known kernel has its collective; both stay as they are.
+    a known kernel that moves data has its collective; both stay as they are.
     """
     cpu = np.flatnonzero(trace.category <= Category.ANNOTATION)
     calls = Outermost(trace, _by_name(trace, cpu, is_collective_call))
     if not len(calls.events):
         return
-    launch = launches.call_of()
-    events = np.flatnonzero(launch >= 0)
-    owner = calls.at(trace.lane[launch[events]], trace.start[launch[events]])
-    aside = _side_streams(trace, work, launch, events[owner < 0])
+    launch, events = launches.pairs()
+    owner = calls.at(trace.lane[launch], trace.start[launch])
+    outside = ~np.isin(events, events[owner >= 0])
+    aside = _side_streams(trace, work, launch[outside], events[outside])
     events, owner = events[owner >= 0], owner[owner >= 0]
 
     known = np.zeros(len(calls.events), bool)
-    known[owner[work[events] == Work.COMMUNICATION]] = True
+    signals = np.isin(events, _by_name(trace, events, is_signal))
+    known[owner[(work[events] == Work.COMMUNICATION) & ~signals]] = True
     events = events[~known[owner]]
     copies = events[work[events] == Work.COPY]
     kernels = events[work[events] == Work.COMPUTE]
@@ -170,17 +171,16 @@ def _side_streams(
     A stream computes if a stage runs on it; without stages in the trace, if anything does.
 
     Args:
-        launch: The launch of each event of the trace.
-        events: What was launched outside of any collective.
+        launch, events: What was launched outside of any collective, and what it launched.
     """
-    computing = events[work[events] == Work.COMPUTE]
+    computes = work[events] == Work.COMPUTE
+    launch, computing = launch[computes], events[computes]
     stages = Outermost(
         trace,
         _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage),
     )
     if len(stages.events):
-        calls = launch[computing]
-        computing = computing[stages.at(trace.lane[calls], trace.start[calls]) >= 0]
+        computing = computing[stages.at(trace.lane[launch], trace.start[launch]) >= 0]
     busy = np.unique(_stream(trace, computing))
     return lambda tested: ~np.isin(_stream(trace, tested), busy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = ["FEWEST", "LONG", "STRAGGLER", "Evidence", "collect"]
 
 FEWEST = 2  # occurrences; one alone decides nothing
 STRAGGLER = 5.0  # times the siblings' median
+JOINED_LATE = "in the first iteration, which a rank joined late"
 LONG = "far longer than the others, as when a rank is late or starved"
 
 
@@ -61,6 +62,12 @@ class Evidence:
     def hidden(self) -> float | None:
         """Share of the time of what is kept that was hidden, 0 to 1; None without any."""
         return share(self.kept)
+
+    @cached_property
+    def at_best(self) -> Evidence:
+        """The same, if the kernels of which nobody knows the stage were these stages'."""
+        kept = (replace(one, hidden=one.hidden + one.unclaimed) for one in self.kept)
+        return replace(self, kept=tuple(kept))
 
     @cached_property
     def spread(self) -> tuple[float, float] | None:
@@ -159,7 +166,7 @@ def _evidence(
             if rule.stage == ANY:
                 busy = rank.attribution.compute.get(device, EMPTY)
             measured.append(measure(subject, busy, runs[rank], transfers))
-    kept, aside = _set_aside(measured)
+    kept, aside = _set_aside(measured, transfers.joined_late)
     every = tuple(
         (rank, stage)
         for rank in ranks
@@ -179,10 +186,22 @@ def _busy(runs: Sequence[Stage]) -> Intervals:
     return union(rows[:, 0], rows[:, 1])
 
 
-def _set_aside(measured: list[Occurrence]) -> tuple[list[Occurrence], dict[str, int]]:
-    """Return the occurrences that speak about the schedule, and why how many others do not."""
-    aside = Counter(one.aside for one in measured if one.aside)
-    kept = [one for one in measured if not one.aside]
+def _set_aside(
+    measured: list[Occurrence], joined_late: int | None
+) -> tuple[list[Occurrence], dict[str, int]]:
+    """Return the occurrences that speak about the schedule, and why how many others do not.
+
+    Args:
+        joined_late: Number of the iteration that a rank joined late, if one did.
+    """
+    aside: Counter[str] = Counter()
+    kept = []
+    for one in measured:
+        late = joined_late is not None and one.subject.iteration == joined_late
+        if reason := one.aside or (JOINED_LATE if late else ""):
+            aside[reason] += 1
+        else:
+            kept.append(one)
     if len(kept) > FEWEST:
         longest = STRAGGLER * statistics.median(one.transfer for one in kept)
         usual = [one for one in kept if one.transfer <= longest]

@@ -103,9 +103,12 @@ def _refuse_mixture(table: Table) -> None:
                 f"it is in {table.names[step]!r} twice at once, so it holds several ranks and does "
                 "not say which events are whose"
             )
-    launches = columns["correlation"][columns["category"] == Category.LAUNCH]
-    launches = launches[launches > 0]
-    shared = len(launches) - len(np.unique(launches))
+    launches = np.flatnonzero(
+        (columns["category"] == Category.LAUNCH) & (columns["correlation"] > 0)
+    )
+    # A driver call shares its correlation with the runtime call around it, which has another name.
+    calls = columns["correlation"][launches].astype(np.int64) * len(table.names)
+    shared = len(launches) - len(np.unique(calls + columns["name"][launches]))
     if shared > _MIXED * len(launches):
         raise SeveralRanksError(
             f"{shared:,} of its {len(launches):,} launches have the correlation of another one, so "

@@ -71,14 +71,14 @@ def errors(case, tally):
         truly = Verdict.PASS if what.hidden >= THRESHOLD else Verdict.FAIL
         low, high = min(what.shares.values()), max(what.shares.values())
         scattered = row.set_aside and low < THRESHOLD <= high  # what is left may be either
-        tally[row.verdict, truly] += not case.unlinked
+        tally[row.verdict, truly] += case.complete
         if row.verdict is Verdict.INCONCLUSIVE:
-            tally[row.finding] += not case.unlinked
-            if not case.unlinked and not any(reason in row.finding for reason in REASONS):
+            tally[row.finding] += case.complete
+            if case.complete and not any(reason in row.finding for reason in REASONS):
                 wrong.append(f"{check} of layer {layer} is known, but: {row.finding}")
         elif row.verdict is not truly and not scattered:
             wrong.append(f"false {row.verdict.value}: {check} of layer {layer}, {what.hidden:.3f}")
-        elif not row.set_aside and not case.unlinked and abs(row.hidden - what.hidden) > 1e-6:
+        elif not row.set_aside and case.complete and abs(row.hidden - what.hidden) > 1e-6:
             wrong.append(f"{check} of layer {layer} hides {what.hidden:.4f}, not {row.hidden:.4f}")
     return wrong
 

@@ -67,7 +67,7 @@ function readColours() {
     const [r, g, b] = rgb.match(/[\d.]+/g).map((part) => (part / 255) ** 2.2);
     return 0.21 * r + 0.72 * g + 0.07 * b > 0.18 ? "#10151b" : "#fff";
   });
-  colours.hatch = hatch(colours.exposed, 5, 1.6);
+  colours.hatch = hatch(colours.exposed, 7, 1.8);
   colours.dots = hatch(colours.wait, 7, 1);
 }
 
