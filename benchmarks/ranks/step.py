@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from overlap.emulation.bounds import exposed_backward, exposed_forward
 from torch import Tensor, nn
 
 from benchmarks.ranks import megatron
@@ -23,7 +24,6 @@ from benchmarks.stages import Shape
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
 from overlap.collectives import InFlight
-from overlap.emulation.bounds import exposed_backward, exposed_forward
 from profiling.ranges import Kind, parse
 
 LAYERS = 4
