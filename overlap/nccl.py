@@ -99,15 +99,15 @@ def resolve(options: NcclOptions | str) -> NcclOptions:
 
 
 def ctas_in_profile(path: str | Path) -> int | None:
-    """Return how many CTAs NCCL gave a gather or a reduce-scatter, from a trace of torch's profiler.
+    """Return how many CTAs NCCL gave a gather or a reduce-scatter, by a trace of torch's profiler.
 
     It is the largest grid of their kernels: small messages get fewer. None where the trace shows no
     such kernel (or RCCL, whose kernels have one name for everything).
     """
-    file = Path(path)
-    opened = gzip.open(file) if file.suffix == ".gz" else file.open("rb")
-    with opened as stream:
-        events = json.load(stream)["traceEvents"]
+    content = Path(path).read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    events = json.loads(content)["traceEvents"]
     grids = [
         event["args"]["grid"][0]
         for event in events
