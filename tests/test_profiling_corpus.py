@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 import profiling
 from profiling import Verdict
 from profiling.assume import read_assumptions
-from tests.corpus import ELEMENTS, PATTERNS, PLAIN, THRESHOLD, build, cases, layer_name
+from tests.corpus import PLAIN, THRESHOLD, assume_lines, build, cases, layer_name
 
 CASES = 2000
 # Why the verdict on a run that can be known may be withheld.
@@ -26,19 +26,8 @@ REASONS = (
 def assumptions(case):
     if case.style != PLAIN:
         return None
-    size = 1 if case.loss == "group of one" else max(2, case.ranks)
-    weights = (("fc1_weight", 2 * ELEMENTS), ("fc2_weight", ELEMENTS))
-    lines = [f"layers = {[layer_name(case, layer) for layer in range(case.layers)]}"]
-    for name, elements in weights:
-        lines += [
-            "[[weight]]",
-            f'name = "{name}"',
-            f"elements = {elements}",
-            f"group_size = {size}",
-        ]
-    lines += ["[stage]", *(f"'{stage}' = '{pattern}'" for stage, pattern in PATTERNS.items())]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write("\n".join(lines))
+        file.write("\n".join(assume_lines(case)))
         file.flush()
         return read_assumptions(file.name)
 
