@@ -69,7 +69,7 @@ class OverlapConfig:
     collective_sms: int | None = None
     """SMs that compute leaves free while a collective is under way, asked for at every launch by
     modules with a `set_sm_budget`. None takes what the groups' NCCL options say: 0 on gloo, and
-    where NCCL chooses its CTAs (then the grid of its kernels in a profile is the number). A copy
+    where NCCL chooses its CTAs (`overlap.nccl.ctas_in_profile` finds how many it took). A copy
     engine's gather takes none, its reduction those that add."""
 
     measure_waits: bool = False

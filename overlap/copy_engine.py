@@ -49,13 +49,18 @@ class _Enqueued:
 
 
 class _Pull:
-    """What both directions share: the group, its regions and the stream of the copies."""
+    """What both directions share: the group, its regions and the stream of the copies.
+
+    Groups share their streams, one a direction: all ranks issue in one order, dense and expert.
+    """
+
+    name = ""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         self.group = group
         self._device = device
         self._streams = streams
-        self._side = streams.side()
+        self._side = streams.side(self.name)
         self._rank = dist.get_rank(group)
         size = dist.get_world_size(group)
         # Each rank starts with the next one, so that not all pull from the same.
@@ -85,6 +90,7 @@ class _Pull:
 class PullGather(_Pull):
     """All-gather; see `overlap.collectives.Gathers`."""
 
+    name = "gather"
     sms = 0
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
@@ -125,6 +131,8 @@ class PullReduce(_Pull):
         staging_bytes: Of all staging buffers; fewer make more and smaller pieces.
     """
 
+    name = "reduce"
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -136,7 +144,7 @@ class PullReduce(_Pull):
     ) -> None:
         super().__init__(group, device, streams)
         self.sms = sms
-        self._adding = streams.side()
+        self._adding = streams.side("add")
         # In each of two stages a piece per peer, and one sum in fp32: twice the bytes of bf16.
         self._piece_bytes = max(512, staging_bytes // (2 * len(self._peers) + 2) // 512 * 512)
         mark = streams.mark()

@@ -5,12 +5,15 @@ Nothing here touches other backends: gloo has no CTAs.
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["PRESETS", "NcclOptions", "resolve"]
+__all__ = ["PRESETS", "NcclOptions", "ctas_in_profile", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +96,24 @@ def resolve(options: NcclOptions | str) -> NcclOptions:
     if options not in PRESETS:
         raise ValueError(f"no NCCL preset is called {options!r}; there are {sorted(PRESETS)}")
     return PRESETS[options]
+
+
+def ctas_in_profile(path: str | Path) -> int | None:
+    """Return how many CTAs NCCL gave a gather or a reduce-scatter, by a trace of torch's profiler.
+
+    It is the largest grid of their kernels: small messages get fewer. None where the trace shows no
+    such kernel (or RCCL, whose kernels have one name for everything).
+    """
+    content = Path(path).read_bytes()
+    if content.startswith(b"\x1f\x8b"):
+        content = gzip.decompress(content)
+    events = json.loads(content)["traceEvents"]
+    grids = [
+        event["args"]["grid"][0]
+        for event in events
+        if event.get("cat") == "kernel"
+        and event["name"].startswith("nccl")
+        and ("AllGather" in event["name"] or "ReduceScatter" in event["name"])
+        and "grid" in event.get("args", {})
+    ]
+    return max(grids, default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ from pathlib import Path
 import msgspec
 
 from profiling.assume import Assumptions
-from profiling.attribution import Attribution, attribute
+from profiling.attribution import Attribution
 from profiling.files import open_trace
-from profiling.loading import load
 from profiling.parts import Parts, cut_up
 from profiling.splicing import splice
 from profiling.trace import Profile
 from profiling.tracks import Tracks
+from profiling.understanding import read
+from profiling.writing import replacing
 
 __all__ = ["AnnotateError", "Annotated", "annotate"]
 
@@ -76,27 +77,19 @@ def annotate(
         LoadError: The path holds no usable profile.
         AnnotateError: The output would replace a source, is one file for several, or a source is
             annotated already.
-        OSError: It cannot be written.
+        WriteError: An output cannot be written.
     """
-    loaded = profile if isinstance(profile, Profile) else load(profile)
-    ranks = [attribute(trace, assumptions) for trace in loaded.traces]
-    parts = cut_up(ranks)
-    sources = dict.fromkeys(Path(rank.trace.path) for rank in ranks)
-    outputs = _outputs(list(sources), Path(output))
-    for rank in ranks:
+    reading = read(profile, assumptions=assumptions)
+    found: defaultdict[Path, list[tuple[Attribution, list[Parts]]]] = defaultdict(list)
+    for rank, parts in zip(reading.ranks, cut_up(reading), strict=True):
         if MARK in rank.trace.metadata:
             raise AnnotateError(f"{rank.trace.path} is annotated already: give its source")
+        found[Path(rank.trace.path)].append((rank.attribution, parts))
+    outputs = _outputs(list(found), Path(output))
     return tuple(
-        _write(source, path, [pair for pair in zip(ranks, parts, strict=True) if _is(pair, source)])
-        for source, path in zip(sources, outputs, strict=True)
+        _write(source, path, ranks)
+        for (source, ranks), path in zip(found.items(), outputs, strict=True)
     )
-
-
-_Understood = tuple[Attribution, Sequence[Parts]]
-
-
-def _is(understood: _Understood, source: Path) -> bool:
-    return Path(understood[0].trace.path) == source
 
 
 def _outputs(sources: Sequence[Path], output: Path) -> list[Path]:
@@ -112,6 +105,11 @@ def _outputs(sources: Sequence[Path], output: Path) -> list[Path]:
     for source, path in itertools.product(sources, outputs):
         if path.exists() and path.samefile(source):
             raise AnnotateError(f"{path} is the profile itself: name another output")
+    try:
+        if outputs != [output]:
+            output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AnnotateError(f"{output} cannot be made: {error.strerror}") from None
     return outputs
 
 
@@ -122,13 +120,14 @@ def _renamed(name: str) -> str:
     return name.removesuffix(".zst").removesuffix(".json") + ".json.gz"
 
 
-def _write(source: Path, path: Path, understood: Sequence[_Understood]) -> Annotated:
+def _write(
+    source: Path, path: Path, ranks: Sequence[tuple[Attribution, Sequence[Parts]]]
+) -> Annotated:
     tracks = Tracks()
-    for rank, parts in understood:
+    for rank, parts in ranks:
         tracks.add(rank, parts)
-    path.parent.mkdir(parents=True, exist_ok=True)
     events = map(msgspec.json.encode, tracks.events)
-    with _replacing(path) as write, closing(open_trace(source)) as stream:
+    with replacing(path) as part, _compressed(part) as write, closing(open_trace(source)) as stream:
         done = splice(stream, {MARK: "moe-trace"}, events, write)
     notes = []
     if not done.complete:
@@ -141,16 +140,11 @@ def _write(source: Path, path: Path, understood: Sequence[_Understood]) -> Annot
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Callable[[bytes], object]]:
-    """Give a function that writes what becomes ``path`` once all went well."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            if path.name.endswith(".gz"):
-                with gzip.GzipFile("", "wb", LEVEL, file, mtime=0) as compressed:
-                    yield compressed.write
-            else:
-                yield file.write
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+def _compressed(path: Path) -> Iterator[Callable[[bytes], object]]:
+    """Give a function that writes to ``path``, with gzip where its name says so."""
+    with path.open("wb") as file:
+        if not path.name.endswith(".gz"):
+            yield file.write
+            return
+        with gzip.GzipFile("", "wb", LEVEL, file, mtime=0) as compressed:
+            yield compressed.write

@@ -80,7 +80,7 @@ def _check(options: Namespace, text: Callable[[Report], str] = to_text) -> int:
         write(options.junit, to_junit(report))
     if options.html is not None:
         with replacing(options.html) as path:
-            write_html(report, [rank.attribution for rank in reading.ranks], path)
+            write_html(report, reading, path)
     _print(options, report, text)
     return report.verdict.exit_code
 

@@ -21,6 +21,7 @@ __all__ = ["FEWEST", "LONG", "STRAGGLER", "Evidence", "collect"]
 
 FEWEST = 2  # occurrences; one alone decides nothing
 STRAGGLER = 5.0  # times the siblings' median
+JOINED_LATE = "in the first iteration, which a rank joined late"
 LONG = "far longer than the others, as when a rank is late or starved"
 
 
@@ -165,7 +166,7 @@ def _evidence(
             if rule.stage == ANY:
                 busy = rank.attribution.compute.get(device, EMPTY)
             measured.append(measure(subject, busy, runs[rank], transfers))
-    kept, aside = _set_aside(measured)
+    kept, aside = _set_aside(measured, transfers.joined_late)
     every = tuple(
         (rank, stage)
         for rank in ranks
@@ -185,10 +186,22 @@ def _busy(runs: Sequence[Stage]) -> Intervals:
     return union(rows[:, 0], rows[:, 1])
 
 
-def _set_aside(measured: list[Occurrence]) -> tuple[list[Occurrence], dict[str, int]]:
-    """Return the occurrences that speak about the schedule, and why how many others do not."""
-    aside = Counter(one.aside for one in measured if one.aside)
-    kept = [one for one in measured if not one.aside]
+def _set_aside(
+    measured: list[Occurrence], joined_late: int | None
+) -> tuple[list[Occurrence], dict[str, int]]:
+    """Return the occurrences that speak about the schedule, and why how many others do not.
+
+    Args:
+        joined_late: Number of the iteration that a rank joined late, if one did.
+    """
+    aside: Counter[str] = Counter()
+    kept = []
+    for one in measured:
+        late = joined_late is not None and one.subject.iteration == joined_late
+        if reason := one.aside or (JOINED_LATE if late else ""):
+            aside[reason] += 1
+        else:
+            kept.append(one)
     if len(kept) > FEWEST:
         longest = STRAGGLER * statistics.median(one.transfer for one in kept)
         usual = [one for one in kept if one.transfer <= longest]

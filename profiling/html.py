@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -19,8 +20,9 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from profiling.attribution import Attribution
 from profiling.timeline import Timeline, encode, timeline
+from profiling.understanding import Reading
+from profiling.writing import write
 
 if TYPE_CHECKING:
     from profiling.checks import Report, Row
@@ -29,12 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["write_html"]
 
 # What has a place of its own on the page; every other field of a row is a column.
-NO_COLUMN = {"check", "layer", "verdict", "findings", "set_aside", "inferred"} | {
-    "bounds",
-    "threshold",
+NO_COLUMN = {
+    *("check", "bounds", "threshold", "layer", "verdict", "findings", "set_aside", "inferred"),
 }
 SHARES = {"hidden", "spread"}
-HEADINGS = {"occurrences": "n"}
+HEADINGS = {"occurrences": "n", "lead_ms": "issue lead"}
 
 # Drawn in the text's colour; the shapes differ, for those to whom the colours do not.
 ICONS = {
@@ -49,28 +50,37 @@ SAYS = {
 }
 
 
-def write_html(report: Report, ranks: Sequence[Attribution], path: str | Path) -> None:
-    """Write ``report`` as one page that needs nothing else, with the timeline of ``ranks``.
+def write_html(report: Report, reading: Reading, path: str | Path) -> None:
+    """Write ``report`` as one page that needs nothing else, with a timeline.
 
     Args:
         report: What `check` returned.
-        ranks: The traces that it judged, attributed.
+        reading: What it judged.
         path: The file to write; an existing one is replaced.
 
     Raises:
-        OSError: It cannot be written.
+        WriteError: It cannot be written.
     """
-    shown = timeline(ranks)
+    shown = timeline(reading)
     script = _part("page.js")
     page = Template(_part("page.html")).substitute(
         policy=_policy(script),
         title=escape(f"{report.verdict.value}: {report.path}"),
         style=_part("page.css"),
-        body="\n".join((*_summary(report), *_findings(report), *_tables(report), *_drawn(shown))),
+        body="\n".join(
+            itertools.chain(
+                _summary(report),
+                _findings(report),
+                _tables(report),
+                _run(report),
+                _notes(report),
+                _drawn(shown),
+            )
+        ),
         data=_harmless(encode(shown)),
         script=script,
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write(path, page)
 
 
 def _part(name: str) -> str:
@@ -102,7 +112,7 @@ def _summary(report: Report) -> Iterator[str]:
     many = f"{report.ranks} {'rank' if report.ranks == 1 else 'ranks'}"
     yield (
         "<nav><strong>moe-trace report</strong>"
-        '<a href="#findings">Findings</a><a href="#layers">Layers</a>'
+        '<a href="#findings">Findings</a><a href="#layers">Layers</a><a href="#run">Whole run</a>'
         '<a href="#when">Timeline</a><button id="theme" type="button">Dark</button></nav>'
     )
     yield f'<header class="{_tone(verdict)}"><h1>{_icon(verdict)} {verdict.value}</h1>'
@@ -119,12 +129,6 @@ def _summary(report: Report) -> Iterator[str]:
             f"pass, {bounds}</p></li>"
         )
     yield "</ul>"
-    if exposed := [ms for per_rank in report.exposed_ms.values() for ms in per_rank]:
-        yield (
-            f'<p class="exposed-total">Exposed communication: <strong>'
-            f"{statistics.fmean(exposed):.1f} ms</strong> per iteration and rank "
-            f'<span class="soft">({min(exposed):.1f} to {max(exposed):.1f})</span></p>'
-        )
 
 
 def _by_check(report: Report) -> list[tuple[str, list[Row]]]:
@@ -148,18 +152,28 @@ def _verdict(verdict: Verdict) -> str:
 
 def _findings(report: Report) -> Iterator[str]:
     yield '<h2 id="findings">Findings</h2>'
-    told = [row for row in report.rows if row.finding]
-    if told:
+    found = [(row, finding) for row in report.rows for finding in row.findings]
+    if found:
         yield '<ul class="findings">'
-        for row in told:
+        for row, finding in found:
             yield (
                 f'<li class="{_tone(row.verdict)}">{_icon(row.verdict)}<div>'
-                f"<h3>{escape(row.layer or '-')}</h3><p>{escape(row.finding)}</p>"
-                f'<p class="soft">{escape(row.check)}</p></div></li>'
+                f"<h3>{escape(row.layer or row.check)}"
+                f'<span class="mark">{escape(finding.kind.value)}</span></h3>'
+                f"<p>{escape(finding.text)}</p>"
+                f'<p class="soft">{escape(row.check) if row.layer else ""}</p></div></li>'
             )
         yield "</ul>"
     else:
         yield '<p class="soft">None.</p>'
+
+
+def _notes(report: Report) -> Iterator[str]:
+    if any(row.inferred for row in report.rows):
+        yield (
+            '<p class="soft aside">Rows marked <span class="mark">inferred</span> rest on what was '
+            "concluded about which parameter a collective moves, not on what the run recorded.</p>"
+        )
     if report.notes:
         yield '<h2 id="notes">Notes on the input</h2>'
         yield _listed(report.notes)
@@ -177,21 +191,22 @@ def _tables(report: Report) -> Iterator[str]:
     for title, rows in _by_check(report):
         names = [field.name for field in dataclasses.fields(rows[0])]
         names = [name for name in names if name not in NO_COLUMN]
+        names = [name for name in names if any(getattr(row, name) is not None for row in rows)]
         yield f"<h3>{escape(title)}</h3>"
-        yield f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
-        heads = "".join(f'<th scope="col">{_heading(name)}</th>' for name in names)
-        yield (
-            f'<thead><tr><th scope="col">layer</th>{heads}'
-            '<th scope="col">verdict</th></tr></thead><tbody>'
+        yield _table(
+            title,
+            ["layer", *map(_heading, names), "verdict"],
+            [
+                (
+                    _tone(row.verdict),
+                    escape(row.layer or "-")
+                    + ('<span class="mark">inferred</span>' if row.inferred else ""),
+                    *(_cell(name, getattr(row, name), row.threshold) for name in names),
+                    _verdict(row.verdict),
+                )
+                for row in rows
+            ],
         )
-        for row in rows:
-            cells = "".join(_cell(name, getattr(row, name), row.threshold) for name in names)
-            mark = '<span class="mark">inferred</span>' if getattr(row, "inferred", False) else ""
-            yield (
-                f'<tr class="{_tone(row.verdict)}"><th scope="row">{escape(row.layer or "-")}{mark}'
-                f"</th>{cells}<td>{_verdict(row.verdict)}</td></tr>"
-            )
-        yield "</tbody></table></div>"
         aside = [
             f"{row.layer}: {count} set aside, {reason}"
             for row in rows
@@ -201,19 +216,73 @@ def _tables(report: Report) -> Iterator[str]:
             yield f'<div class="soft aside">{_listed(aside)}</div>'
 
 
+def _run(report: Report) -> Iterator[str]:
+    """What is true of the run as a whole."""
+    yield '<h2 id="run">Whole run</h2>'
+    if exposed := [ms for per_rank in report.exposed_ms.values() for ms in per_rank]:
+        yield (
+            f"<p>Exposed communication: <strong>{statistics.fmean(exposed):.1f} ms</strong> per "
+            f'iteration and rank <span class="soft">({min(exposed):.1f} to {max(exposed):.1f})'
+            "</span></p>"
+        )
+    if (saved := report.effective) is not None:
+        share = "-" if saved.value is None else f"{saved.value:.1%}"
+        between = "" if saved.interval is None else f"({_text('hidden', saved.interval)})"
+        yield (
+            f"<p>Effective: <strong>{share}</strong> of the communication's time is saved "
+            f'<span class="soft">{between} {escape(saved.finding)}</span></p>'
+        )
+    if report.bounds:
+        title = "The least that the same collectives could leave exposed, per iteration and rank"
+        yield f"<h3>{title}</h3>"
+        yield _table(
+            title,
+            ["bound", "at least", "measured", ""],
+            [
+                (
+                    "",
+                    escape(bound.name),
+                    _text("_ms", bound.least_ms),
+                    _text("_ms", bound.exposed_ms),
+                    escape(bound.missing),
+                )
+                for bound in report.bounds
+            ],
+        )
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table that scrolls in a box of its own.
+
+    Args:
+        rows: Class of the row, then its cells, which are markup.
+    """
+    head = "".join(f'<th scope="col">{each}</th>' for each in heads)
+    body = "".join(
+        f'<tr class="{tone}"><th scope="row">{first}</th>'
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + "</tr>"
+        for tone, first, *cells in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
 def _heading(name: str) -> str:
     return escape(HEADINGS.get(name, name.removesuffix("_ms").replace("_", " ")))
 
 
 def _cell(name: str, value: Any, threshold: float | None) -> str:
     text = escape(_text(name, value))
-    if name == "hidden" and value is not None:
-        mark = "" if threshold is None else f'<b style="left:{threshold:.1%}"></b>'
-        return (
-            f'<td><span class="bar" aria-hidden="true"><i style="width:{value:.1%}"></i>'
-            f'{mark}</span><span class="share">{text}</span></td>'
-        )
-    return f'<td class="text">{text}</td>' if isinstance(value, str) else f"<td>{text}</td>"
+    if name != "hidden" or value is None:
+        return text
+    asked = "" if threshold is None else f'<b style="left:{threshold:.1%}"></b>'
+    return (
+        f'<span class="bar" aria-hidden="true"><i style="width:{value:.1%}"></i>{asked}</span>'
+        f'<span class="share">{text}</span>'
+    )
 
 
 def _text(name: str, value: Any) -> str:
@@ -226,6 +295,8 @@ def _text(name: str, value: Any) -> str:
         return f"{value:.2f} ms"
     if name in SHARES:
         return f"{value:.1%}"
+    if name == "slowdown":
+        return f"{value:.2f}x"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

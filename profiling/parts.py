@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from profiling.attribution import CPU, Attribution, Collective
+from profiling.attribution import CPU, Collective
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, window
 from profiling.metrics import measure
 from profiling.peers import Transfers
 from profiling.ranges import Kind
-from profiling.subjects import RankFacts, Subject
+from profiling.subjects import Subject
+from profiling.understanding import Reading
 
 __all__ = ["Parts", "cut_up"]
 
@@ -40,20 +40,18 @@ class Parts:
     wait: Intervals
 
 
-def cut_up(ranks: Sequence[Attribution]) -> list[list[Parts]]:
-    """Return for each of ``ranks``, which are all of a profile, its collectives' parts.
+def cut_up(reading: Reading) -> list[list[Parts]]:
+    """Return for each of the reading's ranks its collectives' parts.
 
     A collective that was not found in its trace has none and is left out.
     """
-    facts = [RankFacts(rank) for rank in ranks]
-    transfers = Transfers(facts)
     return [
         [
-            _parts(subject, subject.collective, transfers)
+            _parts(subject, subject.collective, reading.transfers)
             for subject in rank.subjects
             if subject.collective is not None and len(subject.found.busy)
         ]
-        for rank in facts
+        for rank in reading.ranks
     ]
 
 

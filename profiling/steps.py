@@ -50,11 +50,12 @@ def steps(reading: Reading, iterations: Iterations | None = None) -> Steps:
     """Return the steps that every rank of a profile has.
 
     A collective counts for the iteration that issued it. Those over a group of one rank move
-    nothing and do not count.
+    nothing and do not count. A first iteration that a rank joined late is no step.
     """
     lengths = [_lengths(rank) for rank in reading.ranks]
     common = sorted(set.intersection(*map(set, lengths))) if lengths else []
     common = [number for number in common if iterations is None or number in iterations]
+    common = [number for number in common if number != reading.transfers.joined_late]
     moved = [_communication(rank, reading.transfers) for rank in reading.ranks]
     return Steps(
         reading.path,

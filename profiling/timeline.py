@@ -22,6 +22,7 @@ from profiling.lanes import Lane, Paint, Slices, lanes_of
 from profiling.launches import Launches
 from profiling.parts import Parts, cut_up
 from profiling.spans import Span
+from profiling.understanding import Reading
 
 __all__ = ["PAINTS", "Timeline", "encode", "timeline"]
 
@@ -141,20 +142,21 @@ def _listed(value: Any) -> Any:
     return value.tolist()
 
 
-def timeline(ranks: Sequence[Attribution], *, slices: int = SLICES) -> Timeline:
+def timeline(reading: Reading, *, slices: int = SLICES) -> Timeline:
     """Return the timeline of a profile.
 
     Args:
-        ranks: All of the profile's; what a peer says about a transfer counts, drawn or not.
         slices: How many at most.
     """
-    parts = cut_up(ranks)
+    ranks = [rank.attribution for rank in reading.ranks]
+    parts = cut_up(reading)
     notes: list[str] = []
     chosen = _ranks(ranks, parts, notes)
     extents = [_iterations(ranks[index]) for index in chosen]
     kept = _last(extents, notes)
     windows = [_window(ranks[index], each) for index, each in zip(chosen, kept, strict=True)]
-    begins, length = _aligned(windows, notes)
+    ahead = [reading.transfers.ahead(ranks[index].trace.rank) for index in chosen]
+    begins, length = _aligned(windows, ahead, notes)
     shown = []
     for index, begin in zip(chosen, begins, strict=True):
         lanes = [_clipped(lane, begin, length) for lane in lanes_of(ranks[index], parts[index])]
@@ -242,17 +244,26 @@ def _window(rank: Attribution, iterations: _Extents) -> tuple[int, int]:
     return int(rank.trace.start[works].min()), int(rank.trace.end[works].max())
 
 
-def _aligned(windows: Sequence[tuple[int, int]], notes: list[str]) -> tuple[list[int], int]:
-    """Return each rank's begin, and the common length.
+def _aligned(
+    windows: Sequence[tuple[int, int]], ahead: Sequence[int], notes: list[str]
+) -> tuple[list[int], int]:
+    """Return each rank's begin by its own clock, and the common length.
 
-    Ranks are drawn by the clocks of their traces, unless those have nothing in common.
+    Args:
+        ahead: By how much each rank's clock is ahead, as far as that is known.
     """
-    real = [each for each in windows if each[0] < each[1]]
+    real = [
+        (start - by, end - by)
+        for (start, end), by in zip(windows, ahead, strict=True)
+        if start < end
+    ]
     if not real:
         return [0] * len(windows), 0
+    if any(ahead):
+        notes.append("the ranks' clocks are set by the ends of their common collectives")
     begin, end = min(start for start, _ in real), max(end for _, end in real)
     if max(start for start, _ in real) < min(end for _, end in real):
-        return [begin] * len(windows), end - begin
+        return [begin + by for by in ahead], end - begin
     notes.append("the ranks' clocks have no time in common: each rank begins at the left edge")
     return [start for start, _ in windows], max(end - start for start, end in real)
 

@@ -24,11 +24,12 @@ def test_the_split_layer_hides_and_the_serialised_run_does_not(
     said = capsys.readouterr().out
     assert "EMULATION: rank 0 of 4, 0.5 GB/s, 10 us, 8 CTAs" in said
     assert "EMULATED collectives: 0.5 GB/s, 10 us, 8 CTAs" in said
-    for words in ("step, ms", "effective (clock)", "no schedule of this depth exposes less"):
+    for words in ("step, ms", "effective, by the clock", "no schedule of this depth hides"):
         assert words in said
     split = profiling.check(tmp_path / "overlapped")
-    assert [row.occurrences for row in split.rows] == [4] * 4
+    assert [row.occurrences for row in split.rows] == [6] * 4
     assert all(row.hidden is not None and row.hidden > 0.3 for row in split.rows)
+    assert any("EMULATED" in note for note in split.notes)
     serialised = profiling.check(tmp_path / "serialised")
     assert [row.hidden for row in serialised.rows] == [0] * 4
     assert moe_trace(["check", str(tmp_path / "serialised")]) == 1

@@ -15,6 +15,7 @@ from profiling.annotate import AnnotateError, annotate
 from profiling.attribution import attribute
 from profiling.files import open_trace
 from profiling.ranges import Kind
+from profiling.writing import WriteError
 from tests.kineto import TraceBuilder, cpu_iteration, gpu_iteration
 
 DATA = Path(__file__).parent / "data"
@@ -351,7 +352,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("profiling.annotate.splice", fails)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(WriteError, match="cannot be written: disk full"):
         annotate(DATA / "gpu_split.pt.trace.json.gz", out)
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
     assert out.read_text() == "before"

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 import profiling
-from profiling.attribution import attribute
-from profiling.checks import check
 from profiling.html import write_html
 from profiling.timeline import encode, timeline
 from tests.kineto import TraceBuilder, gpu_iteration
@@ -54,13 +52,12 @@ class Page(HTMLParser):
 
 
 def written(path, tmp_path):
-    profile = profiling.load(path)
-    ranks = [attribute(trace) for trace in profile.traces]
+    reading = profiling.read(path)
     out = tmp_path / "report.html"
-    report = check(profile)
-    write_html(report, ranks, out)
+    report = profiling.check(reading)
+    write_html(report, reading, out)
     text = out.read_text(encoding="utf-8")
-    return text, Page(text), report, timeline(ranks)
+    return text, Page(text), report, timeline(reading)
 
 
 @pytest.mark.parametrize("variant", ["split", "fused"])
@@ -73,8 +70,9 @@ def test_it_holds_the_verdicts_and_the_timeline(tmp_path, variant):
         assert row.check in page.texts["h3"]
         assert row.layer in page.texts["th"]
         assert f"{row.hidden:.1%}" in page.texts["span"]
-        if row.finding:
-            assert row.finding in page.texts["p"]
+        for finding in row.findings:
+            assert finding.text in page.texts["p"]
+            assert finding.kind.value in page.texts["span"]
     # The overall verdict, one per check, one per row: each with an icon beside the word.
     assert page.texts["span"].count(report.verdict.value) == 2 + len(report.rows)
     assert page.tags.count("svg") >= 3 + len(report.rows)

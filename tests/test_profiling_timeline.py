@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import profiling
-from profiling.attribution import attribute
-from profiling.checks import check
 from profiling.lanes import Paint
 from profiling.ranges import Kind
 from profiling.timeline import PAINTS, encode, timeline
@@ -26,7 +24,7 @@ def built(tmp_path, make, count=2, **kwargs):
 
 
 def drawn(path, **kwargs):
-    return timeline([attribute(trace) for trace in profiling.load(path).traces], **kwargs)
+    return timeline(profiling.read(path), **kwargs)
 
 
 def painted(shown, paint):
@@ -141,7 +139,7 @@ def many_kernels(seed, count):
 def test_merging_keeps_where_work_was_and_what_is_long(tmp_path):
     path = many_kernels(5, 4000).write(tmp_path)
     whole, merged = drawn(path), drawn(path, slices=500)
-    assert sum(len(row.start) for row in whole.rows) == 4002
+    assert sum(len(row.start) for row in whole.rows) == 4002 + 1  # compute waits for the gather
     assert sum(len(row.start) for row in merged.rows) <= 500
     assert not whole.notes
     assert "drawn as one" in merged.notes[0]
@@ -200,8 +198,8 @@ def test_ranks_whose_clocks_have_nothing_in_common(tmp_path):
 def test_exposed_parts_of_real_traces_add_up_to_the_figures(variant):
     """Per layer and check: the mean of what the page says is what the verdict rests on."""
     path = DATA / f"gpu_{variant}.pt.trace.json.gz"
-    ranks = [attribute(trace) for trace in profiling.load(path).traces]
-    shown, report = timeline(ranks), check(path)
+    reading = profiling.read(path)
+    shown, report = timeline(reading), profiling.check(reading)
     assert len(shown.iterations) == 3
     for row in report.rows[:2]:
         own = [one for one in shown.collectives if one.name == f"{row.layer}.fc2_weight"]
@@ -224,6 +222,22 @@ def test_as_json(tmp_path):
     assert read["rows"][1]["start"] == shown.rows[1].start.tolist()
     assert read["paints"][Paint.GATHER] == ["gather", "parameter gather"]
     assert read["collectives"][0]["name"] == f"{EXPERTS}.fc2_weight"
+
+
+@pytest.mark.parametrize("ahead", [0, 700])
+def test_ranks_are_drawn_by_one_clock(tmp_path, ahead):
+    """One rank's clock is ahead; a collective ends on both ranks at once, so they are drawn so."""
+    group = {"Collective name": "_allgather_base", "Process Group Ranks": "[0, 1]"}
+    for rank in range(2):
+        trace = TraceBuilder(rank, 2)
+        for number in range(3):
+            at = 1e6 + 2000 * number + ahead * rank
+            gpu_iteration(trace, number, at, gather=(200 - 50 * rank, 650), **group)
+        trace.write(tmp_path)
+    shown = drawn(tmp_path)
+    ends = [(row.start + row.length)[row.paint == Paint.GATHER].tolist() for row in shown.rows]
+    assert ends[1] == ends[3] == [550_000, 2_550_000, 4_550_000]
+    assert any("clocks" in note for note in shown.notes) is bool(ahead)
 
 
 def test_nothing_that_works(tmp_path):

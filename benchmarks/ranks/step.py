@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ranks import megatron
-from benchmarks.ranks.bound import exposed_backward, exposed_forward
 from benchmarks.ranks.here import Here
 from benchmarks.stages import Shape
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
 from overlap.collectives import InFlight
+from overlap.emulation.bounds import exposed_backward, exposed_forward
 from profiling.ranges import Kind, parse
 
 LAYERS = 4
@@ -254,24 +254,23 @@ def _bound(here: Here, training: Training) -> float:
         ms = here.medians({"gather": gather, "reduce": reduce}, rounds)
         gathers[key], reduces[key] = ms["gather"], ms["reduce"]
     by_name = {b.name: (b.layout.numel, b.group) for b in ddp.buckets}
-    forward_gathers, forward_computes, backward_reduces, backward_computes = [], [], [], []
-    for index in range(LAYERS):
-        for weight, stage in (("fc1", "stage1"), ("fc2", "stage2")):
-            name = f"layers.{index}.experts.{weight}_weight"
-            forward_gathers.append(gathers[by_name[name]])
-            forward_computes.append(stages[f"{stage}.forward"])
-    for _ in range(LAYERS):
-        fc2 = by_name["layers.0.experts.fc2_weight"]
-        fc1 = by_name["layers.0.experts.fc1_weight"]
-        backward_reduces += [reduces[fc2], reduces[fc1]]
-        backward_computes += [stages["stage1.backward"], stages["stage2.backward"]]
-    backward_computes[-1] = 0.0
-    forward = exposed_forward(forward_gathers, forward_computes, ahead=stages["optimizer_step"])
-    backward = exposed_backward(backward_reduces, backward_computes)
+    keys = {weight: by_name[f"layers.0.experts.{weight}_weight"] for weight in ("fc1", "fc2")}
+    waiting = [gathers[keys["fc1"]], gathers[keys["fc2"]]] * LAYERS
+    # The first gather runs beside the rest of the optimizer's step.
+    waiting[0] = max(0.0, waiting[0] - stages["optimizer_step"])
+    compute = [stages["stage1.forward"], stages["stage2.forward"]] * LAYERS
+    forward = exposed_forward(waiting, compute, depth=1)
+    # From dW2 on: stage 1 backward, then the next layer's stage 2 backward.
+    spans = [stages["stage1.backward"], stages["stage2.backward"]] * LAYERS
+    ready = [0.0, *itertools.accumulate(spans[:-1])]
+    backward = exposed_backward(
+        ready, [reduces[keys["fc2"]], reduces[keys["fc1"]]] * LAYERS, ready[-1]
+    )
     here.say(
         f"  bound: forward {forward:.2f} ms, backward {backward:.2f} ms; stages "
         + ", ".join(f"{name} {ms:.2f}" for name, ms in stages.items())
-        + f"; gathers {sorted(set(forward_gathers))}, reduces {sorted(set(backward_reduces))}"
+        + f"; fc1 and fc2: gathers {gathers[keys['fc1']]:.2f} {gathers[keys['fc2']]:.2f}, "
+        f"reductions {reduces[keys['fc1']]:.2f} {reduces[keys['fc2']]:.2f}"
     )
     here.note(bound={"forward": forward, "backward": backward}, stages=stages)
     return forward + backward
