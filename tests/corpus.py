@@ -596,3 +596,18 @@ def _is_run(op: _Op) -> bool:
 def layer_name(case: Case, layer: int) -> str:
     """What the layer is called in the trace, or by whoever reads it."""
     return f"layers.{layer}" if case.style == PRIMUS else f"layers.{layer}.mlp.experts"
+
+
+def assume_lines(case: Case) -> list[str]:
+    """Return the lines of the --assume file that says what the trace of a PLAIN case does not."""
+    size = 1 if case.loss == "group of one" else max(2, case.ranks)
+    weights = (("fc1_weight", 2 * ELEMENTS), ("fc2_weight", ELEMENTS))
+    lines = [f"layers = {[layer_name(case, layer) for layer in range(case.layers)]}"]
+    for name, elements in weights:
+        lines += [
+            "[[weight]]",
+            f'name = "{name}"',
+            f"elements = {elements}",
+            f"group_size = {size}",
+        ]
+    return [*lines, "[stage]", *(f"'{key}' = '{text}'" for key, text in PATTERNS.items())]

@@ -11,6 +11,7 @@ import pytest
 
 from profiling.cli import main
 from profiling.writing import WriteError, replacing
+from tests.corpus import PLAIN, Case, assume_lines, build
 from tests.kineto import TraceBuilder, gpu_iteration
 
 COMMANDS = ["ls", "check", "report", "diff", "effective", "annotate"]
@@ -138,6 +139,21 @@ def test_several_paths_and_a_rank_that_the_user_tells(tmp_path, capsys):
     assert main(["ls", *paths, "--rank-of", "b.json=1", "--json"]) == 0
     ranks = json.loads(capsys.readouterr().out)["ranks"]
     assert [rank["rank"] for rank in ranks] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(("place", "code"), [("inside", 0), ("after", 1)])
+def test_rows_that_follow_from_an_assume_file_are_marked(tmp_path, capsys, place, code):
+    case = Case(seed=3, places=(place, place), style=PLAIN)
+    path = build(case).write(tmp_path)
+    told = tmp_path / "assume.toml"
+    told.write_text("\n".join(assume_lines(case)))
+    assert main(["check", str(path), "--assume", str(told)]) == code
+    out = capsys.readouterr().out
+    assert out.count("inferred: which parameter it is was concluded") == 4
+    assert main(["ls", str(path), "--assume", str(told)]) == 0
+    assert "by assumed" in capsys.readouterr().out
+    assert main(["check", str(path)]) == 2  # without it nobody knows
+    assert "inferred" not in capsys.readouterr().out
 
 
 # Files

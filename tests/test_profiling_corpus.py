@@ -21,7 +21,7 @@ from profiling.classification import Work
 from profiling.launches import Launches
 from profiling.peers import Transfers
 from profiling.spans import BACKWARD
-from tests.corpus import ELEMENTS, PATTERNS, PLAIN, THRESHOLD, build, cases, layer_name
+from tests.corpus import PLAIN, THRESHOLD, assume_lines, build, cases, layer_name
 
 CASES = int(os.environ.get("CORPUS_CASES", "300"))  # 2,000 take a minute
 # Why the verdict on a run that can be known may be withheld.
@@ -34,19 +34,8 @@ REASONS = (
 def assumptions(case):
     if case.style != PLAIN:
         return None
-    size = 1 if case.loss == "group of one" else max(2, case.ranks)
-    weights = (("fc1_weight", 2 * ELEMENTS), ("fc2_weight", ELEMENTS))
-    lines = [f"layers = {[layer_name(case, layer) for layer in range(case.layers)]}"]
-    for name, elements in weights:
-        lines += [
-            "[[weight]]",
-            f'name = "{name}"',
-            f"elements = {elements}",
-            f"group_size = {size}",
-        ]
-    lines += ["[stage]", *(f"'{stage}' = '{pattern}'" for stage, pattern in PATTERNS.items())]
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write("\n".join(lines))
+        file.write("\n".join(assume_lines(case)))
         file.flush()
         return read_assumptions(file.name)
 
