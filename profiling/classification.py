@@ -127,9 +127,8 @@ def _mark_emulated(trace: Trace, work: npt.NDArray[np.int8], launches: Launches)
     """Change ``work`` of what an emulated collective launched, copies from the host included."""
     ranges = Outermost(trace, _annotations(trace, emulated()))
     if len(ranges.events):
-        launch = launches.call_of()
-        events = np.flatnonzero(launch >= 0)
-        owner = ranges.at(trace.lane[launch[events]], trace.start[launch[events]])
+        launch, events = launches.pairs()
+        owner = ranges.at(trace.lane[launch], trace.start[launch])
         work[events[owner >= 0]] = Work.COMMUNICATION
 
 

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from profiling.attribution import CPU, Attribution, Found, Stage
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, total, window
 from profiling.peers import Transfers
 from profiling.rules import Iterations
 from profiling.spans import iteration_at
-from profiling.subjects import Subject
+from profiling.subjects import Queue, Subject
 
 __all__ = ["AT_ISSUE", "LATE_PEER", "STARVED", "Occurrence", "exposed_communication", "measure"]
 
@@ -147,24 +146,21 @@ def _wait_of_streams(subject: Subject) -> int:
     """
     rank, device = subject.rank, subject.found.device
     streams = rank.compute_streams.get(device, ())
-    return max((_idle(subject, rank.kernels(device, stream)) for stream in streams), default=0)
+    return max((_idle(subject, rank.queue(device, stream)) for stream in streams), default=0)
 
 
-def _idle(subject: Subject, kernels: npt.NDArray[np.int64]) -> int:
-    rank, trace = subject.rank, subject.rank.trace
+def _idle(subject: Subject, queue: Queue) -> int:
     end = int(subject.found.busy[-1, 1])
-    following = int(np.searchsorted(trace.start[kernels], end))
-    if not 0 < following < len(kernels):
+    following = int(np.searchsorted(queue.starts, end))
+    if not 0 < following < len(queue.starts):
         return 0
-    since = int(trace.end[kernels[:following]].max())
-    launched = int(rank.launched[kernels[following]])
+    since, launched = int(queue.done[following - 1]), int(queue.launched[following])
     wait = None if subject.collective is None else subject.collective.wait
     blocked = wait is not None and wait.start <= end <= wait.end
     if since >= end or launched < 0 or (launched > end and not blocked):
         return 0
-    ends = rank.communication_ends(subject.found.device)
-    begin = int(trace.start[kernels[following]])
-    later = np.searchsorted(ends, [end, begin], side="right")
+    ends = subject.rank.communication_ends(subject.found.device)
+    later = np.searchsorted(ends, [end, queue.starts[following]], side="right")
     return 0 if later[0] < later[1] else end - since
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,15 @@ from profiling.ranges import Kind, is_dense, label
 from profiling.spans import iteration_at
 from profiling.trace import Category
 
-__all__ = ["RankFacts", "Subject"]
+__all__ = ["Queue", "RankFacts", "Subject"]
+
+
+class Queue(NamedTuple):
+    """The compute kernels of a stream, by start; int64 [n] each."""
+
+    starts: npt.NDArray[np.int64]
+    done: npt.NDArray[np.int64]  # when this kernel and all before it had ended
+    launched: npt.NDArray[np.int64]  # -1 where the trace does not say
 
 
 class RankFacts:
@@ -94,19 +103,26 @@ class RankFacts:
     def _ends(self) -> dict[int, npt.NDArray[np.int64]]:
         return {}
 
-    def kernels(self, device: int, stream: int | None = None) -> npt.NDArray[np.int64]:
-        """Return a device's (and stream's) compute kernels, by start."""
-        key = device, stream
-        if key not in self._kernels:
-            chosen = (self.attribution.work == Work.COMPUTE) & (self.trace.device == device)
-            if stream is not None:
-                chosen &= self.trace.stream == stream
-            events = np.flatnonzero(chosen)
-            self._kernels[key] = events[np.argsort(self.trace.start[events], kind="stable")]
-        return self._kernels[key]
+    def kernels(self, device: int) -> npt.NDArray[np.int64]:
+        """Return a device's compute kernels, by start."""
+        work = self.attribution.work
+        events = np.flatnonzero((work == Work.COMPUTE) & (self.trace.device == device))
+        return events[np.argsort(self.trace.start[events], kind="stable")]
+
+    def queue(self, device: int, stream: int) -> Queue:
+        """Return the compute kernels of one stream."""
+        if (device, stream) not in self._queues:
+            events = self.kernels(device)
+            events = events[self.trace.stream[events] == stream]
+            self._queues[device, stream] = Queue(
+                self.trace.start[events],
+                np.maximum.accumulate(self.trace.end[events]),
+                self.launched[events],
+            )
+        return self._queues[device, stream]
 
     @cached_property
-    def _kernels(self) -> dict[tuple[int, int | None], npt.NDArray[np.int64]]:
+    def _queues(self) -> dict[tuple[int, int], Queue]:
         return {}
 
     @cached_property

@@ -51,7 +51,7 @@ def full_text(report: Report) -> str:
     """Return all that a report knows; `to_text` leaves out what no rule bounds."""
     parts: list[str] = [*_head(report.path, report.ranks, report.notes), ""]
     for rank, devices in report.devices.items():
-        parts += [f"{rank}:", *_devices(devices)]
+        parts += [f"{rank}:", *_devices(devices)] if devices else []
     if any(report.devices.values()):
         parts += wrap(CONVENTIONS)
     parts += [*_rows(report), "", *_further(report.rows), "", *_bounds(report.bounds)]

@@ -40,16 +40,13 @@ def main() -> None:
         page = opened(browser, fused, DESKTOP)
         page.screenshot(path=options.out / "report-desktop.png")
 
-        page = opened(browser, split, (1200, 1500))  # with room for a tooltip below
-        zoomed(page, clicks=3, at=0.1)
-        lanes = page.locator("#lanes")
-        where = lanes.bounding_box()
+        page = opened(browser, split, (1200, 700))
+        page.add_style_tag(content="body > :not(header, #when, #when ~ *) { display: none }")
+        zoomed(page, clicks=3, at=0.06)
+        where = page.locator("#lanes").bounding_box()
         assert where is not None
-        page.mouse.move(where["x"] + 560, where["y"] + where["height"] - 20)
-        clip = page.locator("#when").bounding_box()
-        assert clip is not None
-        area = {"x": clip["x"] - 16, "y": clip["y"] - 8, "width": 1200 - 2 * clip["x"] + 32}
-        page.screenshot(path=options.out / "report-timeline.png", clip={**area, "height": 500})
+        page.mouse.move(where["x"] + 720, where["y"] + where["height"] - 20)
+        page.screenshot(path=options.out / "report-timeline.png")
 
         page = opened(browser, fused, PHONE)
         page.screenshot(path=options.out / "report-phone.png")

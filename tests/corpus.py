@@ -9,12 +9,12 @@ of time between two edges (`overlap`).
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from hypothesis import strategies as st
 
 US = 1_000  # ns
@@ -203,7 +203,7 @@ class Built:
     def write(self, folder: Path) -> Path:
         for rank, trace in enumerate(self.traces):
             path = folder / f"rank{rank}.pt.trace.json"
-            path.write_text(json.dumps(trace), encoding="utf-8")
+            path.write_bytes(msgspec.json.encode(trace))
         return folder
 
 

@@ -62,7 +62,7 @@ def test_public_traces_have_their_known_overlap(name):
     assert whole.counts[Work.COMMUNICATION] == kernels
     assert 100 * whole.overlap == pytest.approx(percent, abs=0.05)
     assert 100 * whole.overlap_with_memset == pytest.approx(with_memset, abs=0.05)
-    assert devices
+    assert len(devices) == 1
     for one in (*devices, whole):
         assert 100 * one.overlap == pytest.approx(naive(path, one.device), abs=0.01)
         assert 100 * one.overlap_with_memset == pytest.approx(
@@ -100,7 +100,7 @@ def test_devices_are_apart_and_all_together(tmp_path):
     assert (first.device, second.device, whole.device) == (0, 1, None)
     assert (first.overlap, first.overlap_with_memset) == (pytest.approx(0.4), pytest.approx(0.5))
     assert second.overlap == 0  # the other device's work does not count
-    assert whole.overlap == pytest.approx(0.4)  # of the union of both devices' communication
+    assert whole.overlap == pytest.approx(0.2)
     assert (first.streams, second.streams, whole.streams) == (2, 1, 3)
     assert first.counts == {kind: 1 for kind in Work if kind is not Work.NONE}
     assert first.times[Work.COPY] == 100_000

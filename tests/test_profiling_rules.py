@@ -1,5 +1,6 @@
 """Rules from files: what they say is what is judged, and what is wrong in one is named."""
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -320,3 +321,11 @@ def test_the_command_judges_the_file_s_rules_only(tmp_path, capsys):
         main(["check", str(tmp_path), "--rules", str(path), "--threshold", "0.5"])
     assert stop.value.code == 2
     assert "--threshold" in capsys.readouterr().err
+
+
+def test_the_example_in_the_docs_is_a_rule_file(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    block = page.split("## Rules\n")[1].split("\n\n")[0]
+    (shown,) = read_rules(write(tmp_path, textwrap.dedent(block)))
+    assert shown.iterations is not None
+    assert all(getattr(shown, key) for key in ("min_spread", "max_wait_ms", "skip_first"))
