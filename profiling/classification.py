@@ -145,9 +145,9 @@ def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) 
         return
     launch, events = launches.pairs()
     owner = calls.at(trace.lane[launch], trace.start[launch])
-    outside = ~np.isin(events, events[owner >= 0])
-    aside = _side_streams(trace, work, launch[outside], events[outside])
-    events, owner = events[owner >= 0], owner[owner >= 0]
+    inside = owner >= 0
+    computing = _computing_streams(trace, work, launches, np.unique(events[inside]))
+    events, owner = events[inside], owner[inside]
 
     known = np.zeros(len(calls.events), bool)
     signals = np.isin(events, _by_name(trace, events, is_signal))
@@ -156,33 +156,32 @@ def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) 
     copies = events[work[events] == Work.COPY]
     kernels = events[work[events] == Work.COMPUTE]
     moved = np.union1d(kernels, _by_name(trace, copies, is_within_devices))
-    work[moved[aside(moved)]] = Work.COMMUNICATION
+    work[moved[~np.isin(_stream(trace, moved), computing)]] = Work.COMMUNICATION
     work[_by_name(trace, copies, is_peer_copy)] = Work.COMMUNICATION
 
 
-def _side_streams(
+def _computing_streams(
     trace: Trace,
     work: npt.NDArray[np.int8],
-    launch: npt.NDArray[np.int64],
-    events: npt.NDArray[np.int64],
-) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
-    """Return a test for events on streams that do not compute.
-
-    A stream computes if a stage runs on it; without stages in the trace, if anything does.
+    launches: Launches,
+    collective: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Return the streams that compute: those of stages, or where none is known, of any kernel.
 
     Args:
-        launch, events: What was launched outside of any collective, and what it launched.
+        collective: What collectives launched, which does not count.
     """
-    computes = work[events] == Work.COMPUTE
-    launch, computing = launch[computes], events[computes]
     stages = Outermost(
-        trace,
-        _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage),
+        trace, _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage)
     )
-    if len(stages.events):
-        computing = computing[stages.at(trace.lane[launch], trace.start[launch]) >= 0]
-    busy = np.unique(_stream(trace, computing))
-    return lambda tested: ~np.isin(_stream(trace, tested), busy)
+    launch, events = launches.pairs()
+    staged = events[stages.at(trace.lane[launch], trace.start[launch]) >= 0]
+    for candidates in (staged, np.flatnonzero(work == Work.COMPUTE)):
+        kernels = candidates[work[candidates] == Work.COMPUTE]
+        kernels = kernels[~np.isin(kernels, collective)]
+        if len(kernels):
+            return np.unique(_stream(trace, kernels))
+    return np.zeros(0, np.int64)
 
 
 def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

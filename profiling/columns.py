@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import msgspec
@@ -39,10 +40,12 @@ LATEST = 4e15  # us; the year 2096, and far from where int64 nanoseconds end
 COLLECTIVE = ("gloo:", "c10d::", "nccl:")
 
 
-class Half:
-    """Whether an event is whole, or the beginning or end of one: the values of ``Table.half``."""
+class Half(IntEnum):
+    """Whether an event is whole, or the beginning or end of one."""
 
-    WHOLE, BEGIN, END = range(3)
+    WHOLE = 0  # ph X
+    BEGIN = 1  # ph B
+    END = 2  # ph E
 
 
 _HALF = {"X": Half.WHOLE, "B": Half.BEGIN, "E": Half.END}

@@ -68,7 +68,7 @@ def load_file(
     if rank is not None and len(parts) > 1:
         raise LoadError(f"{file} holds {len(parts)} ranks, so it cannot be told to be rank {rank}")
     return [
-        _trace(file, found, table, named, damaged=damaged, told=rank, alone=len(parts) == 1)
+        _trace(file, found, table, named, damaged=damaged, told=rank, ranks=len(parts))
         for named, table in parts
     ]
 
@@ -81,15 +81,16 @@ def _trace(
     *,
     damaged: bool,
     told: int | None,
-    alone: bool,
+    ranks: int,
 ) -> Trace:
     """Return the trace of one rank.
 
     Args:
         named: The rank that the events name.
         told: The rank that the user named.
-        alone: The file holds no other rank; what it says about "the" rank is about this one.
+        ranks: How many the file holds. What it says about "the" rank is about the only one.
     """
+    alone = ranks == 1
     columns = table.columns
     base = whole(found.metadata.get("baseTimeNanoseconds"), 0)
     if 0 < base < LATEST * 1000:
@@ -100,6 +101,8 @@ def _trace(
     own = _not_negative(info.get("rank"))
     by_name, size = _rank_in(file)
     notes = found.dropped.notes + table.dropped.notes
+    if not alone:
+        notes = [f"{note} (of all {ranks} ranks in the file)" for note in notes]
     if EMULATED in str(info.get("backend")):
         notes.append("EMULATED collectives (overlap.emulation): no network was measured")
     if damaged:

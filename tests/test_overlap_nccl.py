@@ -30,7 +30,7 @@ class FakeNCCL:
         (NcclOptions(), (True, -1, -1, -1)),
         (NcclOptions(high_priority=False, max_ctas=4), (False, -1, 4, -1)),
         (NcclOptions(min_ctas=2, max_ctas=16, cluster_size=0), (True, 2, 16, 0)),
-        (PRESETS["hidden"], (True, 8, 8, 0)),
+        (PRESETS["balanced"], (True, 16, 16, 0)),
     ],
     ids=["NCCL's choice", "low priority", "all", "preset"],
 )
@@ -67,15 +67,15 @@ def test_wrong_options(wrong: dict[str, int], message: str) -> None:
 
 def test_sms_follow_from_the_ctas() -> None:
     assert NcclOptions(max_ctas=8, cluster_size=0).sms == 8
-    assert NcclOptions(max_ctas=8).sms == 16  # in clusters they need more room
+    assert NcclOptions(max_ctas=8).sms == 8
     assert NcclOptions().sms is None
 
 
 def test_presets_by_name() -> None:
-    assert resolve("hidden") is PRESETS["hidden"]
+    assert resolve("narrow") is PRESETS["narrow"]
     own = NcclOptions(max_ctas=2)
     assert resolve(own) is own
-    with pytest.raises(ValueError, match=r"'fast'; there are \['balanced', 'hidden', 'nccl'\]"):
+    with pytest.raises(ValueError, match=r"'fast'; there are \['balanced', 'narrow', 'nccl'\]"):
         resolve("fast")
 
 

@@ -197,10 +197,20 @@ def test_ranks_that_a_file_tells_apart_are_separated(tmp_path, style):
     assert [trace.rank for trace in loaded] == [0, 1, 2]
     assert all(trace.world_size == 3 for trace in loaded)
     assert all(equal(one, other) for one, other in zip(loaded, own, strict=True))
+    assert not any(trace.notes for trace in loaded)
     with pytest.raises(LoadError, match="holds 3 ranks, so it cannot be told to be rank 1"):
         load(path, ranks=1)
     with pytest.raises(LoadError, match=r"holds 3 ranks: load\(\) reads them all"):
         load_trace(path)
+
+
+def test_what_a_file_of_several_ranks_lost_is_said_for_all_of_them(tmp_path):
+    events = list(merged_by_argument([sample(0), sample(1)]))
+    events[1]["dur"] = -1
+    profile = load(write(tmp_path, events))
+    assert [len(trace) for trace in profile.traces] == [len(events) // 2 - 1, len(events) // 2]
+    assert profile.notes[1].startswith("rank 1 (merged.json): 1 event dropped: without a start")
+    assert profile.notes[1].endswith("(of all 2 ranks in the file)")
 
 
 def mixed_pids(traces):

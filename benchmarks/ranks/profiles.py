@@ -15,7 +15,7 @@ import torch
 
 import profiling
 from benchmarks.ranks.here import Here
-from benchmarks.ranks.step import PULLED, Tower, Training, Variant, steps
+from benchmarks.ranks.step import BY_NCCL, Tower, Training, Variant, steps
 from benchmarks.stages import Shape
 
 LAYERS = 2
@@ -25,11 +25,12 @@ LATE_SECONDS = 0.3
 WAIT, WARMUP, ACTIVE = 1, 1, 5
 # Schedule: its variant and the verdict that it must get.
 SCHEDULES = {
-    "serialised": (Variant(config={"serialize": True}), "FAIL"),
-    "split": (Variant(), "PASS"),
-    "late": (Variant(config={"prefetch_depth": 0}), "FAIL"),
-    "fused": (Variant(fused=True, config={"share_expert_buckets": True}), "FAIL"),
-    "pulled": (Variant(config=PULLED), "PASS"),
+    "serialised": (Variant(config={"serialize": True, **BY_NCCL}), "FAIL"),
+    "split": (Variant(config=BY_NCCL), "PASS"),
+    "late": (Variant(config={"prefetch_depth": 0, **BY_NCCL}), "FAIL"),
+    "fused": (Variant(fused=True, config={"share_expert_buckets": True, **BY_NCCL}), "FAIL"),
+    "pulled": (Variant(), "PASS"),
+    "pulled_serialised": (Variant(config={"serialize": True}), "FAIL"),
 }
 
 
