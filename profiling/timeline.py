@@ -82,7 +82,7 @@ class Shown:
     """What the page says about one collective on one rank. Times in nanoseconds.
 
     Attributes:
-        issue: When it was issued; before the timeline's begin where negative.
+        issue: When it was issued; before the timeline's begin where negative, None if not known.
         start: When it began.
         under: (stage and layer, length) for each stage that hid a part of it.
         beside: How long something else computed meanwhile.
@@ -91,7 +91,7 @@ class Shown:
     """
 
     name: str
-    issue: int
+    issue: int | None
     start: int
     transfer: int
     under: tuple[tuple[str, int], ...]
@@ -326,7 +326,8 @@ class _Page:
             if what <= Paint.STAGE2_BACKWARD:
                 layer[index] = self._layer(rank.stages[owner].span.name)
             else:
-                layer[index] = self._layer(parts[owner].collective.issue.name)
+                if parts[owner].subject.kind is not None:
+                    layer[index] = self._layer(parts[owner].subject.name)
                 if owner not in shown:
                     shown[owner] = len(self.collectives)
                     self.collectives.append(_shown(parts[owner], begin))
@@ -365,11 +366,11 @@ def _heaviest(slices: Slices, count: npt.NDArray[np.int64]) -> npt.NDArray[np.in
 
 
 def _shown(parts: Parts, begin: int) -> Shown:
-    collective = parts.collective
+    subject = parts.subject
     return Shown(
-        name=collective.issue.name,
-        issue=collective.issue.start - begin,
-        start=int(collective.found.busy[0, 0]) - begin,
+        name=subject.name,
+        issue=None if subject.issued is None else subject.issued - begin,
+        start=int(subject.found.busy[0, 0]) - begin,
         transfer=total(parts.transfer),
         under=tuple(
             (f"{kind.value.split('::')[-1]} of {layer}", total(when))
@@ -379,7 +380,7 @@ def _shown(parts: Parts, begin: int) -> Shown:
         exposed=total(parts.exposed),
         late=total(parts.late),
         wait=total(parts.wait),
-        inferred=collective.inferred,
+        inferred=subject.inferred,
     )
 
 

@@ -122,6 +122,9 @@ def test_communication_that_is_nobodys(tmp_path):
     assert painted(shown, Paint.COMMUNICATION) == [("stream 21", 950_000, 1_050_000)]
     assert shown.rows[-1].exposed.tolist() == [[1_000_000, 1_050_000]]
     assert [lane for lane, *_ in painted(shown, Paint.COPY)] == ["stream 7"]
+    (one,) = [one for one in shown.collectives if one.name == "ncclDevKernel_AllReduce_Sum"]
+    assert (one.transfer, one.beside, one.exposed) == (100_000, 0, 50_000)
+    assert one.under == ((f"stage1.forward of {EXPERTS}", 50_000),)
 
 
 def many_kernels(seed, count):
