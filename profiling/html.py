@@ -20,6 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from profiling.text import CONVENTIONS
 from profiling.timeline import Timeline, encode, timeline
 from profiling.understanding import Reading
 from profiling.writing import write
@@ -232,6 +233,7 @@ def _run(report: Report) -> Iterator[str]:
             f"<p>Effective: <strong>{share}</strong> of the communication's time is saved "
             f'<span class="soft">{between} {escape(saved.finding)}</span></p>'
         )
+    yield from _devices(report)
     if report.bounds:
         title = "The least that the same collectives could leave exposed, per iteration and rank"
         yield f"<h3>{title}</h3>"
@@ -249,6 +251,31 @@ def _run(report: Report) -> Iterator[str]:
                 for bound in report.bounds
             ],
         )
+
+
+def _devices(report: Report) -> Iterator[str]:
+    """What each device did, by the conventions that the text report has."""
+    found = [(rank, device) for rank, devices in report.devices.items() for device in devices]
+    if not found:
+        return
+    title = "Communication that any other kernel of its device overlaps"
+    yield f"<h3>{title}</h3>"
+    yield _table(
+        title,
+        ["device", "streams", "communication", "overlapped", "memsets counted"],
+        [
+            (
+                "",
+                escape(f"{rank}, {'all' if device.device is None else f'GPU {device.device}'}"),
+                str(device.streams),
+                _text("_ms", device.communication / 1e6),
+                _text("hidden", device.overlap),
+                _text("hidden", device.overlap_with_memset),
+            )
+            for rank, device in found
+        ],
+    )
+    yield f'<p class="soft aside">{escape(CONVENTIONS)}</p>'
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
