@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import profiling
+from profiling.drawing import draw
 from profiling.html import write_html
-from profiling.timeline import encode, timeline
+from profiling.timeline import encode
 from tests.kineto import TraceBuilder, gpu_iteration
 
 DATA = Path(__file__).parent / "data"
@@ -57,7 +58,7 @@ def written(path, tmp_path):
     report = profiling.check(reading)
     write_html(report, reading, out)
     text = out.read_text(encoding="utf-8")
-    return text, Page(text), report, timeline(reading)
+    return text, Page(text), report, draw(reading)
 
 
 @pytest.mark.parametrize("variant", ["split", "fused"])
