@@ -103,8 +103,12 @@ def _refuse_mixture(table: Table) -> None:
                 f"it is in {table.names[step]!r} twice at once, so it holds several ranks and does "
                 "not say which events are whose"
             )
+    # On ROCm launches of one rank can share a correlation; CUDA's do not.
+    cuda = np.array([name.startswith("cu") for name in table.names] or [False])
     launches = np.flatnonzero(
-        (columns["category"] == Category.LAUNCH) & (columns["correlation"] > 0)
+        (columns["category"] == Category.LAUNCH)
+        & (columns["correlation"] > 0)
+        & cuda[columns["name"]]
     )
     # A driver call shares its correlation with the runtime call around it, which has another name.
     calls = columns["correlation"][launches].astype(np.int64) * len(table.names)

@@ -93,11 +93,12 @@ def _losses(here: Here) -> bool:
     good = True
     for ep in (1, here.world):
         groups = ProcessGroups.build(ep)
-        for overlap in (True, False):
-            got = _together(here, groups, overlap)
+        for overlap, transport in itertools.product((True, False), (BY_NCCL, PULLED)):
+            got = _together(here, groups, overlap, transport)
             error = max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
             title = (
-                f"losses, EP {ep} x EDP {here.world // ep}, overlap {'on' if overlap else 'off'}"
+                f"losses, EP {ep} x EDP {here.world // ep}, overlap {'on' if overlap else 'off'}, "
+                f"{'copy engine' if transport is PULLED else 'collective'}"
             )
             good &= _verdict(here, title, error < 1e-4, largest_relative_error=f"{error:.1e}")
     return good

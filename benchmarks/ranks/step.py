@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap.emulation.bounds import exposed_backward, exposed_forward
 from torch import Tensor, nn
 
 from benchmarks.ranks import megatron
@@ -25,6 +24,7 @@ from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
 from overlap.bucket import Bucket
 from overlap.collectives import InFlight
+from profiling.bounds import backward_bound, forward_bound
 from profiling.ranges import Kind, parse
 
 LAYERS = 4
@@ -265,19 +265,22 @@ def _bound(here: Here, training: Training, stages: dict[str, float]) -> dict[str
 
         ms = here.medians({"gather": gather, "reduce": reduce}, 1 if here.toy else 3)
         alone.update({f"{weight} {what}": value for what, value in ms.items()})
-    waiting = [alone["fc1 gather"], alone["fc2 gather"]] * LAYERS
-    # The first gather runs beside the rest of the optimizer's step.
-    waiting[0] = max(0.0, waiting[0] - stages["optimizer_step"])
-    compute = [stages["stage1.forward"], stages["stage2.forward"]] * LAYERS
+    # In ns. The first gather runs beside the rest of the optimizer's step.
+    gathers = [_ns(alone["fc1 gather"]), _ns(alone["fc2 gather"])] * LAYERS
+    compute = [_ns(stages["stage1.forward"]), _ns(stages["stage2.forward"])] * LAYERS
     # From dW2 on: stage 1 backward, then the next layer's stage 2 backward.
-    spans = [stages["stage1.backward"], stages["stage2.backward"]] * LAYERS
-    ready = [0.0, *itertools.accumulate(spans[:-1])]
-    reductions = [alone["fc2 reduce"], alone["fc1 reduce"]] * LAYERS
+    spans = [_ns(stages["stage1.backward"]), _ns(stages["stage2.backward"])] * LAYERS
+    ready = [0, *itertools.accumulate(spans[:-1])]
+    reductions = [_ns(alone["fc2 reduce"]), _ns(alone["fc1 reduce"])] * LAYERS
     return {
-        "forward": exposed_forward(waiting, compute, depth=1),
-        "backward": exposed_backward(ready, reductions, ready[-1]),
+        "forward": forward_bound(gathers, [_ns(stages["optimizer_step"]), *compute[:-1]]) / 1e6,
+        "backward": backward_bound(reductions, ready, ready[-1]) / 1e6,
         **alone,
     }
+
+
+def _ns(ms: float) -> int:
+    return int(ms * 1e6)
 
 
 _TIMED = (
