@@ -11,10 +11,12 @@ from overlap.errors import (
     OverlapError,
     SplitLostError,
     StaleParameterError,
+    TransportError,
     UnusedParameterError,
     WrapError,
 )
 from overlap.groups import ProcessGroups
+from overlap.nccl import NcclOptions
 from overlap.optimizer import DistributedOptimizer
 from overlap.plan import BucketPlan, Plan
 
@@ -26,6 +28,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradientOrderError",
     "ModelMismatchError",
+    "NcclOptions",
     "NonFiniteGradientError",
     "OverlapConfig",
     "OverlapError",
@@ -33,6 +36,7 @@ __all__ = [
     "ProcessGroups",
     "SplitLostError",
     "StaleParameterError",
+    "TransportError",
     "UnusedParameterError",
     "WrapError",
 ]

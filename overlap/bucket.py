@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap import collectives
+from overlap.budget import SmBudget
 from overlap.buffer import member_view
-from overlap.collectives import InFlight
+from overlap.collectives import Gathers, InFlight, Reduces
 from overlap.errors import GradientOrderError, OverlapError, StaleParameterError
 from overlap.layout import BucketLayout, Member
 from overlap.streams import Streams
@@ -126,6 +126,10 @@ class Bucket:
         param_shard, grad_shard: This rank's part of both, [layout.shard_numel].
         missing: Members whose gradient of the last microbatch is still to come.
         scale: What reduced gradients are multiplied by.
+
+    Args:
+        wire: [layout.numel] in the reduce dtype, for gradients that have to travel from memory of
+            the transport's; the result then comes in the gradient dtype.
     """
 
     def __init__(
@@ -136,9 +140,13 @@ class Bucket:
         group: dist.ProcessGroup,
         streams: Streams,
         clock: WaitClock,
+        budget: SmBudget,
         *,
+        gather_by: Gathers,
+        reduce_by: Reduces,
         reduce_dtype: torch.dtype,
         scale: float,
+        wire: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.params = params
@@ -154,8 +162,12 @@ class Bucket:
         self.param_state = ParamState.READY
         self.grad_state = GradState.ACCUMULATING
         self._reduce_dtype = reduce_dtype
+        self._wire = wire
         self._streams = streams
         self._clock = clock
+        self._budget = budget
+        self._gather_by = gather_by
+        self._reduce_by = reduce_by
         self._stepped = self.ready = streams.mark()
         self._grad_stream: Any = streams.current()
         self._gather: InFlight | None = None
@@ -206,9 +218,10 @@ class Bucket:
             return
         with ranges.span(Kind.PARAM_GATHER, self.name):
             self._streams.after(self._stepped)
-            self._gather = collectives.all_gather(
-                self.params, self.param_shard, self.group, f"the all-gather of bucket {self.name}"
+            self._gather = self._gather_by.all_gather(
+                self.params, self.param_shard, f"the all-gather of bucket {self.name}"
             )
+        self._budget.issued(self._gather_by, self._gather)
 
     def finish_gather(self) -> None:
         """Order the current stream after the all-gather; nothing where it is done."""
@@ -217,6 +230,7 @@ class Bucket:
         if self._gather is not None:
             with ranges.span(Kind.PARAM_WAIT, self.name):
                 self._clock.around(self._gather.wait)
+            self._budget.waited(self._gather_by, self._gather)
             self._gather = None
         self._move_params(ParamState.READY)
         self.ready = self._streams.mark()
@@ -269,11 +283,17 @@ class Bucket:
             return
         with ranges.span(Kind.GRAD_REDUCE, self.name):
             self._join_grad_stream()
-            source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
-            shard = source[self.layout.shard(self.rank)]
-            self._reduce = collectives.reduce_scatter(
-                shard, source, self.group, f"the reduce-scatter of bucket {self.name}"
+            self._reduce = self._reduce_by.reduce_scatter(
+                *self._outgoing(), f"the reduce-scatter of bucket {self.name}"
             )
+        self._budget.issued(self._reduce_by, self._reduce)
+
+    def _outgoing(self) -> tuple[Tensor, Tensor]:
+        """Where the reduced shard goes, and what travels."""
+        if self._wire is not None:
+            return self.grad_shard, self._wire.copy_(self.grads)
+        source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
+        return source[self.layout.shard(self.rank)], source
 
     def _join_grad_stream(self) -> None:
         """Order the current stream after the one that last touched the gradients."""
@@ -289,6 +309,7 @@ class Bucket:
         if self._reduce is not None:
             with ranges.span(Kind.GRAD_WAIT, self.name):
                 self._clock.around(self._reduce.wait)
+            self._budget.waited(self._reduce_by, self._reduce)
             shard = self._reduce.tensors[0]
             if shard.dtype != self.grad_shard.dtype:
                 self.grad_shard.copy_(shard)

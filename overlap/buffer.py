@@ -1,10 +1,9 @@
-"""One allocation per dtype that buckets are slices of: storage and views, nothing else."""
+"""One allocation that buckets are slices of: storage and views, nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from overlap.layout import BucketLayout, Member
@@ -15,16 +14,17 @@ __all__ = ["FlatBuffer", "member_view"]
 class FlatBuffer:
     """Contiguous zeroed storage for some buckets, one after the other.
 
+    Args:
+        allocate: Called with the number of elements; returns them, whatever they hold.
+
     Attributes:
         storage: [sum of the buckets' numel].
         slices: One view [layout.numel] per layout, in the order given.
     """
 
-    def __init__(
-        self, layouts: Sequence[BucketLayout], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layouts: Sequence[BucketLayout], allocate: Callable[[int], Tensor]) -> None:
         sizes = [layout.numel for layout in layouts]
-        self.storage = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.storage = allocate(sum(sizes)).zero_()
         self.slices = self.storage.split(sizes)
 
 

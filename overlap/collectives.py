@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,10 @@ from torch import Tensor
 from overlap.errors import CollectiveError
 
 __all__ = [
+    "Collective",
+    "Gathers",
     "InFlight",
+    "Reduces",
     "all_gather",
     "all_reduce",
     "broadcast",
@@ -31,7 +34,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InFlight:
     """A collective on its way, with the tensors that it reads and writes."""
 
@@ -49,6 +52,10 @@ class InFlight:
             self.work.wait()
         except RuntimeError as error:
             raise _failed(self.what, error) from error
+
+    def done(self) -> bool:
+        """Whether it has finished, as far as the device tells without being waited for."""
+        return bool(self.work.is_completed())
 
 
 def _failed(what: str, error: Exception) -> CollectiveError:
@@ -80,6 +87,54 @@ def reduce_scatter(shard: Tensor, source: Tensor, group: dist.ProcessGroup, what
     except RuntimeError as error:
         raise _failed(what, error) from error
     return InFlight(work, (shard, source), what)
+
+
+class Gathers(Protocol):
+    """Who gathers the buckets of one group, one after the other.
+
+    Attributes:
+        sms: SMs that compute should leave free while something is under way.
+    """
+
+    sms: int
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the memory in which the buckets have to lie. A collective."""
+        ...
+
+    def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
+        """As `all_gather`; ``output`` is a slice of what was allocated, ``shard`` one of it."""
+        ...
+
+
+class Reduces(Protocol):
+    """Who reduces the buckets of one group; as `Gathers`."""
+
+    sms: int
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+        """As `reduce_scatter`; ``source`` is a slice of what was allocated."""
+        ...
+
+
+class Collective:
+    """The transport that is the process group's own collectives (NCCL's, gloo's)."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sms: int) -> None:
+        self.group = group
+        self.sms = sms
+        self._device = device
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
+        return all_gather(output, shard, self.group, what)
+
+    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+        return reduce_scatter(shard, source, self.group, what)
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, what: str) -> None:

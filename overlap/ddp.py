@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from overlap import collectives, parameters
+from overlap import budget, collectives, parameters
 from overlap.bucket import Bucket
-from overlap.buffer import FlatBuffer
+from overlap.building import make_buckets
 from overlap.config import OverlapConfig
+from overlap.emulation.group import link_of
 from overlap.errors import ModelMismatchError, WrapError
 from overlap.gather import GatherSchedule
 from overlap.groups import ProcessGroups
 from overlap.hooks import Hooks
-from overlap.layout import BucketLayout, ParamSpec, digest, plan_buckets
+from overlap.layout import ParamSpec, digest
 from overlap.plan import BucketPlan, Plan
 from overlap.reduce import ReduceSchedule
 from overlap.streams import Streams
@@ -44,6 +44,7 @@ class DistributedDataParallel(nn.Module):
     Raises:
         WrapError: The model is wrapped already or cannot be.
         ModelMismatchError: The ranks hold different models.
+        TransportError: A transport that the config asks for cannot run here.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class DistributedDataParallel(nn.Module):
         self._check_same_model(specs)
         self._clock = WaitClock(self.device, enabled=self.config.measure_waits)
         streams = Streams(self.device)
-        self.buckets = self._make_buckets(specs, params, streams)
+        self.buckets, self.sm_budget = make_buckets(
+            specs, params, self.config, self.groups, self.device, streams, self._clock
+        )
         try:
             self._equalise()
         except BaseException:
@@ -84,6 +87,7 @@ class DistributedDataParallel(nn.Module):
             zero_unused=self.config.unused_parameters == "zero",
         )
         self._hooks = Hooks(module, self.buckets, self.gather, self.reduce)
+        budget.attach(self.sm_budget, self, module)
         ranges.name_modules(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,39 +125,6 @@ class DistributedDataParallel(nn.Module):
                 "order, shape, dtype or allreduce mark; build the same model on every rank"
             )
 
-    def _make_buckets(
-        self, specs: list[ParamSpec], trainable: dict[str, nn.Parameter], streams: Streams
-    ) -> tuple[Bucket, ...]:
-        config = self.config
-        dp_size = dist.get_world_size(self.groups.dp)
-        layouts = plan_buckets(
-            specs,
-            dense_group_size=dp_size,
-            expert_group_size=dist.get_world_size(self.groups.edp),
-            bucket_bytes=config.bucket_bytes,
-            share_expert_buckets=config.share_expert_buckets,
-        )
-        params: dict[BucketLayout, Tensor] = {}
-        for dtype in dict.fromkeys(layout.dtype for layout in layouts):
-            those = [layout for layout in layouts if layout.dtype is dtype]
-            params.update(zip(those, FlatBuffer(those, dtype, self.device).slices, strict=True))
-        grads = FlatBuffer(layouts, config.grad_dtype, self.device).slices
-        buckets = []
-        for layout, bucket_grads in zip(layouts, grads, strict=True):
-            bucket = Bucket(
-                layout,
-                params[layout],
-                bucket_grads,
-                self.groups.edp if layout.expert else self.groups.dp,
-                streams,
-                self._clock,
-                reduce_dtype=config.reduce_dtype or config.grad_dtype,
-                scale=1 / dp_size if config.grad_reduction == "average" else 1.0,
-            )
-            bucket.attach([trainable[member.spec.name] for member in layout.members])
-            buckets.append(bucket)
-        return tuple(buckets)
-
     @torch.no_grad()
     def _equalise(self) -> None:
         """Make all replicas those of the first rank of their group: buckets, frozen parameters
@@ -177,6 +148,7 @@ class DistributedDataParallel(nn.Module):
             self.reduce.reset()
         finally:
             self._hooks.remove()
+            budget.detach(self.module)
             self._give_back()
 
     def _give_back(self) -> None:
@@ -296,4 +268,10 @@ class DistributedDataParallel(nn.Module):
                     else "finish_grad_sync",
                 )
             )
-        return Plan(tuple(rows), tuple(b.name for b in self.reduce.order), not self.gather.learning)
+        link = link_of(self.groups.dp)
+        return Plan(
+            tuple(rows),
+            tuple(bucket.name for bucket in self.reduce.order),
+            learned=not self.gather.learning,
+            emulated=str(link) if link else "",
+        )

@@ -11,6 +11,7 @@ __all__ = [
     "OverlapError",
     "SplitLostError",
     "StaleParameterError",
+    "TransportError",
     "UnusedParameterError",
     "WrapError",
 ]
@@ -30,6 +31,10 @@ class ModelMismatchError(OverlapError):
 
 class CollectiveError(OverlapError):
     """A collective failed: a peer died, timed out or issued something else."""
+
+
+class TransportError(OverlapError):
+    """The transport that was asked for cannot run here."""
 
 
 class GradientOrderError(OverlapError):

@@ -39,16 +39,22 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets in the order of their gathers. ``str()`` lists them, four lines each."""
+    """All buckets in the order of their gathers. ``str()`` lists them, four lines each.
+
+    Attributes:
+        emulated: The link that stands in for a network; empty where collectives are real.
+    """
 
     buckets: tuple[BucketPlan, ...]
     reduce_order: tuple[str, ...]
     learned: bool
+    emulated: str = ""
 
     def __str__(self) -> str:
         number = {bucket.name: index for index, bucket in enumerate(self.buckets)}
         source = "as first used" if self.learned else "as registered (a guess until the first step)"
-        lines = [f"gather order: {source}"]
+        lines = [f"EMULATED collectives: {self.emulated}"] if self.emulated else []
+        lines.append(f"gather order: {source}")
         for bucket in self.buckets:
             count = len(bucket.parameters)
             lines += [

@@ -12,34 +12,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from profiling.checks import Check, Report, Row, Verdict, check
+    from profiling.checks import Report, Row, check
+    from profiling.effectiveness import Effective, effective
+    from profiling.findings import Finding, FindingKind
+    from profiling.json_output import to_json
     from profiling.loading import LoadError, load
-    from profiling.output import to_json, to_text
     from profiling.recording import Recorder, record
+    from profiling.rules import Iterations, Rule, RuleError, built_in, read_rules
+    from profiling.steps import NotComparableError
+    from profiling.text import to_text
     from profiling.trace import Profile, Trace
+    from profiling.understanding import Reading, read
+    from profiling.verdicts import Verdict
 
 __all__ = [
-    "Check",
+    "Effective",
+    "Finding",
+    "FindingKind",
+    "Iterations",
     "LoadError",
+    "NotComparableError",
     "Profile",
+    "Reading",
     "Recorder",
     "Report",
     "Row",
+    "Rule",
+    "RuleError",
     "Trace",
     "Verdict",
+    "built_in",
     "check",
+    "effective",
     "load",
+    "read",
+    "read_rules",
     "record",
     "to_json",
     "to_text",
 ]
 
 _MODULES = {
-    "checks": ("Check", "Report", "Row", "Verdict", "check"),
+    "checks": ("Report", "Row", "check"),
+    "effectiveness": ("Effective", "effective"),
+    "findings": ("Finding", "FindingKind"),
     "loading": ("LoadError", "load"),
-    "output": ("to_json", "to_text"),
+    "json_output": ("to_json",),
+    "text": ("to_text",),
+    "understanding": ("Reading", "read"),
     "recording": ("Recorder", "record"),
+    "rules": ("Iterations", "Rule", "RuleError", "built_in", "read_rules"),
+    "steps": ("NotComparableError",),
     "trace": ("Profile", "Trace"),
+    "verdicts": ("Verdict",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

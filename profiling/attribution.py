@@ -1,347 +1,177 @@
 """What belongs to what: a collective's busy time to its parameter, a stage's work to its layer.
 
-A collective is known by the range around its issue. What it then kept busy is, on a device, the
-communication kernels launched inside that range (by correlation); on a CPU, the gloo range that
+A collective is known by our range around its issue; in a trace without such ranges, `layering` and
+`inference` say what follows from the order of calls. What it then kept busy is, on a device, the
+communication that was launched inside that range (by correlation); on a CPU, the gloo range that
 `gloo.match` finds. A stage's busy time is, on a device, the compute kernels launched inside its
 range; on a CPU, where a range lasts as long as what is in it, the range itself without the waits
 for collectives inside it.
-
-On a device a collective need not have a name that `classification` knows (an own copy kernel, say):
-a kernel that is launched at an issue, on a stream on which no stage runs, communicates, too.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from profiling import gloo
-from profiling.classification import Work, c10d_calls, classify, gloo_ranges, has_device_work
-from profiling.intervals import EMPTY, Intervals, intersect, subtract, union, window
+from profiling import cpu, inference, layering
+from profiling.assume import Assumptions
+from profiling.attributed import (
+    CPU,
+    NO_EVENTS,
+    Attribution,
+    Collective,
+    Found,
+    Source,
+    Stage,
+)
+from profiling.classification import Work, classify, has_device_work
+from profiling.device import Device, by_device
+from profiling.intervals import Intervals, union
 from profiling.launches import Launches
-from profiling.ranges import Kind, is_dense
-from profiling.spans import WAIT_OF, Span, find_spans, iteration_at, waits_for
+from profiling.ranges import Kind
+from profiling.spans import (
+    BACKWARD,
+    FORWARD,
+    STAGES,
+    WAIT_OF,
+    Span,
+    find_iterations,
+    find_spans,
+    iteration_at,
+    waits_for,
+)
 from profiling.trace import Trace
 
-__all__ = ["CPU", "Attribution", "Collective", "Found", "Stage", "attribute"]
-
-CPU = -1  # the "device" of a trace without one
-STAGES = (
-    Kind.STAGE1_FORWARD,
-    Kind.STAGE1_BACKWARD,
-    Kind.STAGE2_FORWARD,
-    Kind.STAGE2_BACKWARD,
-)
+__all__ = ["CPU", "Attribution", "Collective", "Found", "Source", "Stage", "attribute"]
 
 
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """One run of a stage, and when its work was being done."""
+def attribute(trace: Trace, assumptions: Assumptions | None = None) -> Attribution:
+    """Return what of ``trace`` is known to belong to what.
 
-    span: Span
-    iteration: int | None
-    busy: Intervals
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """What the trace says about one collective.
-
-    Attributes:
-        busy: When it communicated. Empty where nothing was found.
-        device: Where; `CPU` without a device.
-        group: Ranks that took part, or None where the trace does not say.
-        group_size: How many; None likewise.
-        resumed: When the issuing thread went on to something else; None on a device, where nothing
-            can start before its launch has ended.
-        ready: When the gloo thread that ran it was free to: the call had been made, the thread's
-            earlier work was done. None on a device.
-        doubt: Why ``busy`` is not known; empty where it is, or where the recording ended first.
+    Args:
+        assumptions: What the user says about a trace without our ranges.
     """
-
-    busy: Intervals = field(default_factory=lambda: EMPTY)
-    device: int = CPU
-    group: tuple[int, ...] | None = None
-    group_size: int | None = None
-    resumed: int | None = None
-    ready: int | None = None
-    doubt: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Collective:
-    """One collective of the engine on one rank.
-
-    Attributes:
-        issue: The range around its issue.
-        iteration: Number of the iteration range that the issue is in, or None.
-        ordinal: How many of this kind and name the iteration had before.
-        wait: The range in which its user waited for it, or None.
-    """
-
-    issue: Span
-    iteration: int | None
-    ordinal: int
-    wait: Span | None
-    found: Found
-
-
-@dataclass(frozen=True, eq=False)
-class Attribution:
-    """One rank's trace, understood.
-
-    Attributes:
-        compute: Device -> when anything computed there.
-        communication: For each iteration, device -> when it communicated there: on a device what it
-            launched, for that runs later, on a CPU what ran meanwhile. None where nothing ran.
-    """
-
-    trace: Trace
-    stages: tuple[Stage, ...]
-    collectives: tuple[Collective, ...]
-    iterations: tuple[Span, ...]
-    compute: dict[int, Intervals]
-    communication: tuple[dict[int, Intervals] | None, ...]
-
-    @cached_property
-    def stage_busy(self) -> dict[tuple[Kind, str], Intervals]:
-        """(stage, experts) -> when any run of it was busy."""
-        parts: defaultdict[tuple[Kind, str], list[Intervals]] = defaultdict(list)
-        for stage in self.stages:
-            parts[stage.span.kind, stage.span.name].append(stage.busy)
-        joined = {key: np.concatenate(busy) for key, busy in parts.items()}
-        return {key: union(rows[:, 0], rows[:, 1]) for key, rows in joined.items()}
-
-
-def attribute(trace: Trace) -> Attribution:
-    """Return what of ``trace`` is known to belong to what."""
-    work = classify(trace)
-    spans = tuple(find_spans(trace))
-    iterations = tuple(span for span in spans if span.kind is Kind.ITERATION)
+    spans = find_spans(trace)
+    iterations = find_iterations(trace, spans)
+    if not has_device_work(trace):
+        return _on_cpu(trace, spans, iterations)
     issues = [span for span in spans if span.kind in WAIT_OF]
     waits = waits_for(issues, spans)
     runs = [span for span in spans if span.kind in STAGES]
-    if has_device_work(trace):
-        launches = Launches(trace)
-        issued = [_launched(launches, issue) for issue in issues]
-        ran = [_launched(launches, run) for run in runs]
-        _mark_unnamed(trace, work, issued, ran)
-        found = [_moved(trace, work, launched) for launched in issued]
-        busy = [_computed(trace, work, launched) for launched in ran]
-        during = [_sent(trace, work, launches, span) for span in iterations]
-    else:
-        found = _ran(trace, issues, waits, _resumed(trace, work, issues, spans))
-        busy = [_worked(run, spans) for run in runs]
-        during = [_meanwhile(trace, work, span) for span in iterations]
+    launches = Launches(trace)
+    work = classify(trace, launches)
+    device = Device(trace, work, launches)
+    notes: list[str] = []
+    if not runs:
+        runs, remarks = layering.stages(trace, iterations, assumptions)
+        notes += remarks
+    own = device.stages(runs)
+    stages = _stages(iterations, runs, [union(trace.start[at], trace.end[at]) for at in own], own)
+    collectives = [
+        Collective(issue, iteration_at(iterations, issue.start), 0, wait, device.moved(issue))
+        for issue, wait in zip(issues, waits, strict=True)
+    ]
+    if not issues:
+        calls = inference.calls(trace, work, launches)
+        collectives, remarks = inference.collectives(
+            calls, stages, iterations, assumptions, device.found
+        )
+        notes += remarks
+    unclaimed, said = device.unclaimed(own)
     return Attribution(
         trace,
-        tuple(
-            Stage(run, iteration_at(iterations, run.start), when)
-            for run, when in zip(runs, busy, strict=True)
-        ),
-        tuple(_collectives(iterations, issues, waits, found)),
+        stages,
+        _numbered(collectives, stages),
         iterations,
-        _by_device(trace, np.flatnonzero(work == Work.COMPUTE)),
-        tuple(during),
+        by_device(trace, np.flatnonzero(work == Work.COMPUTE)),
+        tuple(device.sent(iterations)),
+        work,
+        launches.missing,
+        by_device(trace, unclaimed),
+        (*notes, *said),
     )
 
 
-def _by_device(trace: Trace, events: npt.NDArray[np.int64]) -> dict[int, Intervals]:
-    devices = trace.device[events]
-    return {
-        int(device): union(trace.start[here], trace.end[here])
-        for device in np.unique(devices)
-        for here in [events[devices == device]]
-    }
+def _on_cpu(trace: Trace, spans: tuple[Span, ...], iterations: tuple[Span, ...]) -> Attribution:
+    """Return what is known of a trace without device work."""
+    work = classify(trace)
+    issues = [span for span in spans if span.kind in WAIT_OF]
+    runs = [span for span in spans if span.kind in STAGES]
+    waits = waits_for(issues, spans)
+    found = cpu.ran(trace, issues, waits, cpu.resumed(trace, work, issues, spans))
+    stages = _stages(iterations, runs, cpu.worked(runs, spans), [NO_EVENTS] * len(runs))
+    collectives = [
+        Collective(issue, iteration_at(iterations, issue.start), 0, wait, what)
+        for issue, wait, what in zip(issues, waits, found, strict=True)
+    ]
+    return Attribution(
+        trace,
+        stages,
+        _numbered(collectives, stages),
+        iterations,
+        by_device(trace, np.flatnonzero(work == Work.COMPUTE)),
+        tuple(cpu.meanwhile(trace, work, iterations)),
+        work,
+        NO_EVENTS,
+        {},
+    )
 
 
-def _collectives(
-    iterations: tuple[Span, ...],
-    issues: list[Span],
-    waits: list[Span | None],
-    found: list[Found],
-) -> Iterator[Collective]:
-    ordinals: defaultdict[tuple[Kind, str, int | None], int] = defaultdict(int)
-    for issue, wait, what in zip(issues, waits, found, strict=True):
-        iteration = iteration_at(iterations, issue.start)
-        key = issue.kind, issue.name, iteration
-        yield Collective(issue, iteration, ordinals[key], wait, what)
-        ordinals[key] += 1
+def _stages(
+    iterations: Sequence[Span],
+    runs: Sequence[Span],
+    busy: Sequence[Intervals],
+    events: Sequence[npt.NDArray[np.int64]],
+) -> tuple[Stage, ...]:
+    """Return the runs of stages with their places in their iterations."""
+    backward = {run.lane for run in runs if run.kind in BACKWARD}
+    forward = {run.lane for run in runs if run.kind in FORWARD}
+    again = backward if forward - backward else set()  # there backward runs a forward once more
+    counts: Counter[tuple[Kind, str, int | None]] = Counter()
+    stages = []
+    for run, when, own in zip(runs, busy, events, strict=True):
+        iteration = iteration_at(iterations, run.start)
+        microbatch = None
+        if not (run.kind in FORWARD and run.lane in again):
+            microbatch = counts[run.kind, run.name, iteration]
+            counts[run.kind, run.name, iteration] += 1
+        stages.append(Stage(run, iteration, when, own, microbatch))
+    return tuple(stages)
 
 
-# On a device
+def _numbered(collectives: Iterable[Collective], stages: Iterable[Stage]) -> tuple[Collective, ...]:
+    """Return the collectives with their ordinals and microbatches.
 
-
-def _launched(launches: Launches, span: Span) -> npt.NDArray[np.int64]:
-    return launches.inside(span.lane, span.start, span.end)
-
-
-def _mark_unnamed(
-    trace: Trace,
-    work: npt.NDArray[np.int8],
-    issued: list[npt.NDArray[np.int64]],
-    ran: list[npt.NDArray[np.int64]],
-) -> None:
-    """Change ``work`` of kernels that are a collective, though their names do not say so.
-
-    What an issue launches on a stage's stream packs or casts for the collective, and an issue
-    that launched a known kernel has its collective; both stay as they are.
+    A gather serves the next forward of the stage that uses its weight, a reduction the last
+    backward. The number in the weight's name says which stage that is.
     """
-    if not ran:
-        return
-    stages = np.unique(np.concatenate([_stream(trace, events) for events in ran]), axis=0)
-    for events in issued:
-        if (work[events] == Work.COMMUNICATION).any():
-            continue
-        kernels = events[work[events] == Work.COMPUTE]
-        beside = (_stream(trace, kernels)[:, None] != stages).any(2).all(1)
-        work[kernels[beside]] = Work.COMMUNICATION
+    runs: defaultdict[tuple[Kind, str, int | None], list[int]] = defaultdict(list)
+    for stage in stages:
+        if stage.microbatch is not None:
+            runs[stage.span.kind, stage.span.name, stage.iteration].append(stage.span.start)
+    ordinals: Counter[tuple[Kind, str, int | None]] = Counter()
+    numbered = []
+    for one in collectives:
+        kind, name = one.issue.kind, one.issue.name
+        experts, _, weight = name.rpartition(".")
+        microbatch = None
+        if weight in _USERS[kind] and "," not in name:
+            starts = runs[_USERS[kind][weight], experts, one.iteration]
+            before = bisect_left(starts, one.issue.start)
+            place = before if kind is Kind.PARAM_GATHER else before - 1
+            microbatch = place if 0 <= place < len(starts) else None
+        ordinal = ordinals[kind, name, one.iteration]
+        ordinals[kind, name, one.iteration] += 1
+        numbered.append(replace(one, ordinal=ordinal, microbatch=microbatch))
+    return tuple(numbered)
 
 
-def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Return the device and stream of each event, int32 [n, 2]."""
-    return np.stack((trace.device[events], trace.stream[events]), axis=1)
-
-
-def _computed(
-    trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.int64]
-) -> Intervals:
-    events = launched[work[launched] == Work.COMPUTE]
-    return union(trace.start[events], trace.end[events])
-
-
-def _moved(trace: Trace, work: npt.NDArray[np.int8], launched: npt.NDArray[np.int64]) -> Found:
-    """Return what a collective kept busy, from what its issue launched."""
-    events = launched[work[launched] == Work.COMMUNICATION]
-    if not len(events):
-        events = launched[work[launched] == Work.COPY]  # the copy engines can gather, too
-    if not len(events):
-        return Found()
-    details = [trace.details[event] for event in events.tolist() if event in trace.details]
-    groups = {detail.group_ranks for detail in details}
-    sizes = {detail.group_size for detail in details}
-    return Found(
-        union(trace.start[events], trace.end[events]),
-        int(trace.device[events[0]]),
-        groups.pop() if len(groups) == 1 else None,
-        sizes.pop() if len(sizes) == 1 else None,
-    )
-
-
-def _sent(
-    trace: Trace, work: npt.NDArray[np.int8], launches: Launches, span: Span
-) -> dict[int, Intervals] | None:
-    """Return when the communication that was launched in ``span`` ran, or None without a launch."""
-    events = launches.anywhere(span.start, span.end)
-    return _by_device(trace, events[work[events] == Work.COMMUNICATION]) if len(events) else None
-
-
-# On a CPU
-
-
-def _meanwhile(trace: Trace, work: npt.NDArray[np.int8], span: Span) -> dict[int, Intervals] | None:
-    """Return when ``span`` saw communication, or None where nothing worked in it."""
-    events = np.flatnonzero(
-        (work > Work.NONE) & (trace.start < span.end) & (trace.end > span.start)
-    )
-    if not len(events):
-        return None
-    whole = _by_device(trace, events[work[events] == Work.COMMUNICATION])
-    during = window(span.start, span.end)
-    return {device: intersect(when, during) for device, when in whole.items()}
-
-
-def _worked(run: Span, spans: tuple[Span, ...]) -> Intervals:
-    """Return when a stage's thread was at it: the range without waits for our collectives."""
-    waits = [span for span in spans if span.kind in WAIT_OF.values() and span.lane == run.lane]
-    waited = union(
-        np.array([wait.start for wait in waits], np.int64),
-        np.array([wait.end for wait in waits], np.int64),
-    )
-    return subtract(window(run.start, run.end), waited)
-
-
-def _resumed(
-    trace: Trace, work: npt.NDArray[np.int8], issues: list[Span], spans: tuple[Span, ...]
-) -> list[int]:
-    """Return for each issue when its thread next computed or entered a range of ours."""
-    computes = np.flatnonzero(work == Work.COMPUTE)
-    starts: dict[int, npt.NDArray[np.int64]] = {}
-    for lane in {issue.lane for issue in issues}:
-        entered = [span.start for span in spans if span.lane == lane]
-        computed = trace.start[computes[trace.lane[computes] == lane]]
-        starts[lane] = np.sort(np.append(computed, np.array(entered, np.int64)))
-    resumed = []
-    for issue in issues:
-        later = starts[issue.lane]
-        index = int(np.searchsorted(later, issue.end))
-        resumed.append(int(later[index]) if index < len(later) else issue.end)
-    return resumed
-
-
-def _ran(
-    trace: Trace, issues: list[Span], waits: list[Span | None], resumed: list[int]
-) -> list[Found]:
-    """Return for each issue the gloo range that carried it out."""
-    calls: list[gloo.Call] = []
-    owners: list[int | None] = []
-    for event in c10d_calls(trace).tolist():
-        operations = gloo.OPERATIONS.get(trace.names[trace.name[event]])
-        if operations is None:
-            continue
-        start = int(trace.start[event])
-        owner = _owner(issues, int(trace.lane[event]), start)
-        wait = None if owner is None else waits[owner]
-        deadline = None if wait is None else wait.end
-        group = "" if owner is None else f"dense {is_dense(issues[owner].name)}"
-        calls.append(gloo.Call(start, deadline, operations, _sizes(trace, event), group))
-        owners.append(owner)
-    runs: list[gloo.Run] = []
-    free: list[int] = []  # per run, when its thread was done with the run before
-    ends: dict[int, int] = {}
-    for event in gloo_ranges(trace).tolist():
-        start, end, lane = int(trace.start[event]), int(trace.end[event]), int(trace.lane[event])
-        runs.append(gloo.Run(start, end, trace.names[trace.name[event]], _sizes(trace, event)))
-        free.append(ends.get(lane, 0))
-        ends[lane] = end
-    found = [Found()] * len(issues)
-    for owner, call, result in zip(owners, calls, gloo.match(calls, runs), strict=True):
-        if owner is None:
-            continue
-        if result.run is None:
-            found[owner] = Found(doubt=result.doubt)
-            continue
-        run = runs[result.run]
-        busy = np.array([[run.start, run.end]], np.int64)
-        found[owner] = Found(
-            busy,
-            group_size=_group_size(call.sizes),
-            resumed=resumed[owner],
-            ready=max(call.start, free[result.run]),
-        )
-    return found
-
-
-def _owner(issues: list[Span], lane: int, at: int) -> int | None:
-    """Return which issue's range the thread was in."""
-    for index, issue in enumerate(issues):
-        if issue.lane == lane and issue.start <= at < issue.end:
-            return index
-    return None
-
-
-def _group_size(sizes: frozenset[int]) -> int | None:
-    """Return over how many ranks a gather or reduce-scatter of these tensors goes."""
-    if len(sizes) != 2 or not min(sizes):
-        return None
-    return max(sizes) // min(sizes)
-
-
-def _sizes(trace: Trace, event: int) -> frozenset[int]:
-    details = trace.details.get(event)
-    return details.sizes if details is not None else frozenset()
+_USERS = {
+    Kind.PARAM_GATHER: {"fc1_weight": FORWARD[0], "fc2_weight": FORWARD[1]},
+    Kind.GRAD_REDUCE: {"fc1_weight": BACKWARD[0], "fc2_weight": BACKWARD[1]},
+}

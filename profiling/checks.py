@@ -5,104 +5,75 @@ A check that cannot tell says so: INCONCLUSIVE is never success.
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
-from profiling.attribution import Attribution, Collective, attribute
-from profiling.loading import load
-from profiling.metrics import Occurrence, exposed_communication, measure
-from profiling.peers import Transfers
-from profiling.ranges import Kind
+from profiling.bounds import Bound, bounds
+from profiling.clocks import Offset
+from profiling.effectiveness import Effective, against, effective
+from profiling.evidence import FEWEST, STRAGGLER, Evidence, collect
+from profiling.findings import Finding, FindingKind, advise, bad_ranks
+from profiling.metrics import exposed_communication
+from profiling.overview import DeviceOverview, overview
+from profiling.rules import BUILT_IN, THRESHOLD, Iterations, Rule
+from profiling.slowdown import slowdown
 from profiling.trace import Profile
+from profiling.understanding import Reading, read
+from profiling.verdicts import Verdict
 
-__all__ = ["BUILT_IN", "Check", "Report", "Row", "Verdict", "check"]
+__all__ = ["Report", "Row", "check"]
 
-THRESHOLD = 0.9
-FEWEST = 2  # occurrences; one alone decides nothing
-STRAGGLER = 5.0  # times the siblings' median
+LITTLE = 0.5  # of the communication's time; who saves less, though it is hidden, should know
 MOST_ASIDE = 0.2  # of the occurrences may be stragglers; more are no exception
-LONG = "far longer than the others, as when a rank is late or starved"
-
-
-class Verdict(str, Enum):
-    """What a check says; the value is what reports print."""
-
-    PASS = "PASS"
-    FAIL = "FAIL"
-    INCONCLUSIVE = "INCONCLUSIVE"
-
-    @property
-    def exit_code(self) -> int:
-        return {Verdict.PASS: 0, Verdict.FAIL: 1, Verdict.INCONCLUSIVE: 2}[self]
-
-    @classmethod
-    def of_all(cls, verdicts: Iterable[Verdict]) -> Verdict:
-        """Return FAIL if any is, else INCONCLUSIVE if any is or there is none, else PASS."""
-        found = set(verdicts)
-        if cls.FAIL in found:
-            return cls.FAIL
-        return cls.PASS if found == {cls.PASS} else cls.INCONCLUSIVE
-
-
-@dataclass(frozen=True)
-class Check:
-    """A collective of each layer that should run under one of the layer's stages.
-
-    Attributes:
-        title: What it claims, for people.
-        collective: PARAM_GATHER or GRAD_REDUCE.
-        weight: The weight module's name inside the experts module.
-        stage: The stage that should hide it.
-    """
-
-    title: str
-    collective: Kind
-    weight: str
-    stage: Kind
-
-
-BUILT_IN = (
-    Check(
-        "fc2 gather overlaps stage1 forward", Kind.PARAM_GATHER, "fc2_weight", Kind.STAGE1_FORWARD
-    ),
-    Check(
-        "dW2 reduce-scatter overlaps stage1 backward",
-        Kind.GRAD_REDUCE,
-        "fc2_weight",
-        Kind.STAGE1_BACKWARD,
-    ),
-)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict of one check on one layer, over all ranks and iterations.
+    """The verdict of one rule on one layer, over all ranks and iterations.
 
     Attributes:
-        check: Title of the check.
-        layer: Path of the experts module; empty where the trace has none.
+        check: Name of the rule.
+        bounds: What the rule asks for, for people.
+        threshold: The hidden share that the rule asks for; None where it bounds other figures.
+        layer: Path of the experts module; what a collective without one is called; empty where the
+            profile has nothing that the rule is about.
         hidden: Hidden time over collective time, 0 to 1; None where nothing was measured.
         spread: Lowest and highest share of a single occurrence.
         exposed_ms, wait_ms: Mean of an occurrence.
+        lead_ms: Mean time from its issue to the launch of the stage's first kernel; negative where
+            it was issued after; None where that is not known.
+        skew_ms: Mean of how much longer it took than on the rank where it was shortest; None
+            without peers in the profile.
+        slowdown: The stage's time with a collective beside it over that without; None where one of
+            them was not seen.
         occurrences: What was measured, over all ranks and iterations.
         set_aside: Reason -> how many occurrences it keeps out of the figures.
-        finding: One sentence: why the verdict is what it is, or what to know about it.
+        inferred: Whether which parameter it is was concluded, not recorded.
+        findings: Why the verdict is what it is, and what to know about it.
     """
 
     check: str
+    bounds: str
+    threshold: float | None
     layer: str
     verdict: Verdict
     hidden: float | None
     spread: tuple[float, float] | None
     exposed_ms: float | None
     wait_ms: float | None
+    lead_ms: float | None
+    skew_ms: float | None
+    slowdown: float | None
     occurrences: int
     set_aside: dict[str, int]
-    finding: str
+    inferred: bool
+    findings: tuple[Finding, ...]
+
+    @property
+    def finding(self) -> str:
+        """The findings' sentences in one text."""
+        return "; ".join(finding.text for finding in self.findings)
 
 
 @dataclass(frozen=True)
@@ -111,14 +82,21 @@ class Report:
 
     Attributes:
         exposed_ms: Rank -> per iteration, how long it communicated and did not compute.
+        bounds: The least that an iteration could leave exposed.
+        effective: What the run saves against its baseline; None without one.
+        clocks: Rank -> how far its clock is from the lowest rank's; None where nothing tells.
+        devices: Rank -> what each device did, then all together; empty without a device.
     """
 
     path: str
     ranks: int
-    threshold: float
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     exposed_ms: dict[str, list[float]]
+    bounds: tuple[Bound, ...]
+    effective: Effective | None
+    clocks: dict[str, Offset | None]
+    devices: dict[str, tuple[DeviceOverview, ...]]
 
     @property
     def verdict(self) -> Verdict:
@@ -126,192 +104,204 @@ class Report:
 
 
 def check(
-    profile: Profile | str | Path,
+    profile: Reading | Profile | str | Path,
     *,
-    threshold: float = THRESHOLD,
-    checks: Sequence[Check] = BUILT_IN,
+    rules: Sequence[Rule] = BUILT_IN,
+    iterations: Iterations | None = None,
+    baseline: Reading | None = None,
 ) -> Report:
     """Judge a profile.
 
     Args:
-        profile: What `load` returned, or a path for it.
-        threshold: The share of each collective's time that has to be hidden, in (0, 1].
-        checks: What to judge; by default the two built-in checks.
+        profile: What `read` or `load` returned, or a path for it.
+        rules: What to judge; by default the two built-in checks.
+        iterations: Which count, beside what each rule says; all by default.
+        baseline: A profile of the same run with synchronous collectives.
 
     Raises:
         LoadError: The path holds no usable profile.
-        ValueError: The threshold is out of range.
+        NotComparableError: The baseline is not of the same run.
     """
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold is {threshold}, but must be above 0 and at most 1")
-    loaded = profile if isinstance(profile, Profile) else load(profile)
-    ranks = [attribute(trace) for trace in loaded.traces]
-    transfers = Transfers(ranks)
+    reading = profile if isinstance(profile, Reading) else read(profile)
+    ranks, transfers = reading.ranks, reading.transfers
+    saving = None if baseline is None else effective(baseline, reading, iterations=iterations)
     return Report(
-        path=loaded.path,
+        path=reading.path,
         ranks=len(ranks),
-        threshold=threshold,
         rows=tuple(
-            _judge(which, layer, ranks, transfers, threshold)
-            for which in checks
-            for layer in _layers(which, ranks) or [""]
+            judge(evidence, baseline, saving)
+            for rule in rules
+            for evidence in collect(rule, ranks, transfers, iterations)
         ),
-        notes=(*loaded.notes, *_absent(loaded)),
-        exposed_ms=exposed_communication(ranks),
+        notes=reading.notes,
+        exposed_ms=exposed_communication([rank.attribution for rank in ranks], iterations),
+        bounds=bounds(reading, iterations),
+        effective=saving,
+        clocks={f"rank {rank}": offset for rank, offset in transfers.offsets.items()},
+        devices={rank.trace.label: overview(rank.trace, rank.attribution.work) for rank in ranks},
     )
 
 
-def _absent(profile: Profile) -> list[str]:
-    """Return a note if the run had ranks that the profile has not: a slow one may be among them."""
-    there = {trace.rank for trace in profile.traces}
-    size = max((trace.world_size or 0 for trace in profile.traces), default=0)
-    absent = sum(rank not in there for rank in range(size))
-    if None in there or not absent:
-        return []
-    return [f"{absent} of the run's {size} ranks are not in the profile, and not judged"]
-
-
-def _layers(which: Check, ranks: Sequence[Attribution]) -> list[str]:
-    """Return the experts modules that the check is about, in order of appearance."""
-    layers: dict[str, None] = {}
-    for rank in ranks:
-        for stage in rank.stages:
-            if stage.span.kind is which.stage:
-                layers[stage.span.name] = None
-        for collective in rank.collectives:
-            layers.update(dict.fromkeys(_experts(which, collective)))
-    return sorted(layers, key=_natural)
-
-
-def _natural(path: str) -> list[tuple[bool, int, str]]:
-    """Sort key that puts layer 10 after layer 9."""
-    parts = path.split(".")
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
-
-
-def _experts(which: Check, collective: Collective) -> list[str]:
-    """Return the experts modules whose weight this collective moves, if the check is about it."""
-    if collective.issue.kind is not which.collective:
-        return []
-    suffix = f".{which.weight}"
-    names = collective.issue.name.split(",")
-    return [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
-
-
-def _judge(
-    which: Check,
-    layer: str,
-    ranks: Sequence[Attribution],
-    transfers: Transfers,
-    threshold: float,
+def judge(
+    evidence: Evidence, baseline: Reading | None = None, saving: Effective | None = None
 ) -> Row:
-    """Return the row of one layer."""
-    issued = [
-        (rank, collective)
-        for rank in ranks
-        for collective in rank.collectives
-        if layer in _experts(which, collective)
-    ]
-    measured = [
-        measure(rank, collective, (which.stage, layer), transfers)
-        for rank, collective in issued
-        if len(collective.found.busy)
-    ]
-    kept, aside = _set_aside(measured)
-    stragglers = aside.get(LONG, 0)
-    transfer = sum(one.transfer for one in kept)
-    hidden = sum(one.hidden for one in kept) / transfer if kept else None
-    verdict, finding = _verdict(
-        which, layer, ranks, issued, len(measured), stragglers, kept, hidden, threshold
-    )
+    """Return the verdict of a rule on one layer.
+
+    Args:
+        baseline: The same run with synchronous collectives.
+        saving: What the run saves against it.
+    """
+    rule = evidence.rule
+    slower = slowdown(evidence, baseline)
+    doubt = _cannot_tell(evidence)
+    if doubt is not None:
+        verdict, findings = Verdict.INCONCLUSIVE, [doubt]
+    else:
+        verdict = Verdict.of_all([_verdict(evidence), _saves(rule, saving)])
+        asked = rule.min_hidden or rule.min_spread or THRESHOLD
+        findings = list(advise(evidence, asked, verdict is Verdict.FAIL))
+        if verdict is Verdict.INCONCLUSIVE and not _hides(evidence):
+            findings = [_unclaimed(evidence)]
+        findings += _not_effective(evidence, saving, slower)
+        if rule.min_effective is not None and saving is None:
+            findings.append(Finding(FindingKind.NO_BASELINE, "min_effective needs a baseline"))
+        if verdict is Verdict.PASS and (outliers := _outliers(evidence)) is not None:
+            verdict, findings = Verdict.INCONCLUSIVE, [outliers]
     return Row(
-        check=which.title,
-        layer=layer,
+        check=rule.name,
+        bounds=rule.bounds,
+        threshold=rule.min_hidden,
+        layer=evidence.layer,
         verdict=verdict,
-        hidden=hidden,
-        spread=(min(one.share for one in kept), max(one.share for one in kept)) if kept else None,
-        exposed_ms=_mean_ms(one.exposed for one in kept),
-        wait_ms=_mean_ms(one.wait for one in kept),
-        occurrences=len(kept),
-        set_aside=aside,
-        finding=finding,
+        hidden=evidence.hidden,
+        spread=evidence.spread,
+        exposed_ms=evidence.mean_ms("exposed"),
+        wait_ms=evidence.mean_ms("wait"),
+        lead_ms=evidence.mean_ms("lead"),
+        skew_ms=evidence.mean_ms("skew"),
+        slowdown=slower,
+        occurrences=len(evidence.kept),
+        set_aside=evidence.aside,
+        inferred=any(one.inferred for one in evidence.issued),
+        findings=tuple(findings),
     )
 
 
-def _mean_ms(times: Iterable[int]) -> float | None:
-    values = list(times)
-    return statistics.fmean(values) / 1e6 if values else None
+def _verdict(evidence: Evidence) -> Verdict:
+    """Return whether what counts is within the rule's bounds, on every rank."""
+    rule = evidence.rule
+    exposed, wait = evidence.mean_ms("exposed"), evidence.mean_ms("wait")
+    within = (
+        rule.max_exposed_ms is None or (exposed or 0) <= rule.max_exposed_ms,
+        rule.max_wait_ms is None or (wait or 0) <= rule.max_wait_ms,
+    )
+    if not all(within) or not _hides(evidence.at_best):
+        return Verdict.FAIL
+    return Verdict.PASS if _hides(evidence) else Verdict.INCONCLUSIVE
 
 
-def _set_aside(measured: list[Occurrence]) -> tuple[list[Occurrence], dict[str, int]]:
-    """Return the occurrences that speak about the schedule, and why how many others do not."""
-    aside = Counter(one.aside for one in measured if one.aside)
-    kept = [one for one in measured if not one.aside]
-    if len(kept) > FEWEST:
-        longest = STRAGGLER * statistics.median(one.transfer for one in kept)
-        usual = [one for one in kept if one.transfer <= longest]
-        if len(usual) < len(kept):
-            aside[LONG] = len(kept) - len(usual)
-        kept = usual
-    return kept, dict(aside)
+def _hides(evidence: Evidence) -> bool:
+    """Return whether as much is hidden as the rule asks for."""
+    rule, hidden, spread = evidence.rule, evidence.hidden, evidence.spread
+    assert hidden is not None
+    assert spread is not None
+    if rule.min_spread is not None and spread[0] < rule.min_spread:
+        return False
+    asked = rule.min_hidden
+    return asked is None or (hidden >= asked and not bad_ranks(evidence, asked))
 
 
-def _verdict(
-    which: Check,
-    layer: str,
-    ranks: Sequence[Attribution],
-    issued: Sequence[tuple[Attribution, Collective]],
-    measured: int,
-    stragglers: int,
-    kept: Sequence[Occurrence],
-    hidden: float | None,
-    threshold: float,
-) -> tuple[Verdict, str]:
-    """Return the verdict on one layer, and the sentence that goes with it."""
+def _saves(rule: Rule, saving: Effective | None) -> Verdict:
+    """Return whether the run saves as much as the rule asks for."""
+    if rule.min_effective is None:
+        return Verdict.PASS
+    if saving is None or saving.interval is None or saving.verdict is Verdict.INCONCLUSIVE:
+        return Verdict.INCONCLUSIVE
+    return against(saving.interval, rule.min_effective)
+
+
+def _not_effective(
+    evidence: Evidence, saving: Effective | None, slower: float | None
+) -> list[Finding]:
+    """Return a finding where a hidden collective is in a run that saves far less than it hides."""
+    asked = evidence.rule.min_effective or LITTLE
+    hidden = evidence.hidden or 0
+    if saving is None or saving.interval is None or saving.interval[1] >= min(asked, hidden):
+        return []
+    low, high = saving.interval
+    text = (
+        f"{hidden:.0%} of it is hidden, yet the run saves only {low:.0%} to {high:.0%} of its "
+        "communication's time"
+    )
+    if slower is not None and slower > 1:
+        text += f": beside a collective this stage takes {slower:.2f} times as long"
+    return [Finding(FindingKind.NOT_EFFECTIVE, text)]
+
+
+def _cannot_tell(evidence: Evidence) -> Finding | None:
+    """Return why there is no verdict, if there is none."""
+    rule, layer, issued, kept = evidence.rule, evidence.layer, evidence.issued, evidence.kept
     if not layer:
-        return Verdict.INCONCLUSIVE, (
-            "no stage and no collective of an expert layer is in the trace: record a whole step of "
-            "a model that is wrapped by the overlap engine"
+        return Finding(
+            FindingKind.NOT_RECORDED,
+            f"no collective of the profile is called {rule.collective}, and it has no expert layer "
+            "that should have one: record a whole step of a model that the overlap engine wraps, "
+            "or write a rule for what is there",
         )
-    what = f"{layer}.{which.weight}"
+    if not issued and evidence.left_out:
+        return Finding(
+            FindingKind.TOO_FEW,
+            f"all {evidence.left_out} that were recorded are outside of the iterations asked for",
+        )
     if not issued:
-        return Verdict.INCONCLUSIVE, (
-            f"no {which.collective.value} of {what} was recorded: a group of one rank issues none, "
-            "and then there is nothing to hide; else record a whole step"
+        return Finding(
+            FindingKind.NOT_RECORDED,
+            f"no {rule.collective} of {layer} was recorded: a group of one rank issues none, and "
+            "then there is nothing to hide; else record a whole step",
         )
-    if not any((which.stage, layer) in rank.stage_busy for rank in ranks):
-        return Verdict.INCONCLUSIVE, f"no {which.stage.value} of {layer} was recorded"
-    doubts = [collective.found.doubt for _, collective in issued if collective.found.doubt]
+    if not evidence.has_stage:
+        return Finding(FindingKind.NOT_RECORDED, f"no {rule.stage} of {layer} was recorded")
+    doubts = [subject.found.doubt for subject in issued if subject.found.doubt]
     if doubts:
-        return Verdict.INCONCLUSIVE, (
-            f"{len(doubts)} of {len(issued)} could not be attributed: {doubts[0]}"
+        return Finding(
+            FindingKind.IN_DOUBT,
+            f"{len(doubts)} of {len(issued)} could not be attributed: {doubts[0]}",
         )
-    if all(collective.found.group_size == 1 for _, collective in issued):
-        return Verdict.INCONCLUSIVE, "its group has one rank: there is nothing to hide"
-    if len(kept) < FEWEST or hidden is None:
-        return Verdict.INCONCLUSIVE, (
+    if all(subject.found.group_size == 1 for subject in issued):
+        return Finding(
+            FindingKind.NOTHING_TO_HIDE, "its group has one rank: there is nothing to hide"
+        )
+    if len(kept) < FEWEST:
+        return Finding(
+            FindingKind.TOO_FEW,
             f"{len(kept)} of {len(issued)} occurrences could be measured, which is too few: record "
-            f"at least {FEWEST} iterations"
+            f"at least {FEWEST} iterations",
         )
-    if measured * 2 < len(issued):
-        return Verdict.INCONCLUSIVE, (
-            f"only {measured} of {len(issued)} left a trace of their own: record whole iterations"
+    if evidence.found * 2 < len(issued):
+        return Finding(
+            FindingKind.TOO_FEW,
+            f"only {evidence.found} of {len(issued)} left a trace of their own: record whole "
+            "iterations",
         )
-    verdict = Verdict.PASS if hidden >= threshold else Verdict.FAIL
-    if verdict is Verdict.PASS and stragglers > MOST_ASIDE * (stragglers + len(kept)):
-        return Verdict.INCONCLUSIVE, (
-            f"{stragglers} occurrences lasted over {STRAGGLER:g} times as long as the others, too "
-            f"many to set aside beside {len(kept)}: record more iterations, with every rank"
-        )
-    return verdict, _finding(which, kept, verdict)
+    return None
 
 
-def _finding(which: Check, kept: Sequence[Occurrence], verdict: Verdict) -> str:
-    shared = next((one.name for one in kept if "," in one.name), None)
-    if shared is not None:
-        return f"its bucket is shared ({shared}): give each expert weight a bucket of its own"
-    if verdict is Verdict.PASS:
-        return ""
-    if max(one.share for one in kept) == 0:
-        return "no part of it ran under the stage: issue it before the stage's work is enqueued"
-    return ""
+def _unclaimed(evidence: Evidence) -> Finding:
+    """Return the finding where kernels of which nobody knows the stage could turn the verdict."""
+    return Finding(
+        FindingKind.IN_DOUBT,
+        f"{evidence.hidden or 0:.0%} of it is hidden, but up to {evidence.at_best.hidden or 0:.0%} "
+        "could be: kernels ran beside it of which no launch says whether they are the stage's",
+    )
+
+
+def _outliers(evidence: Evidence) -> Finding | None:
+    """Return a finding where more was set aside as an exception than a PASS can leave out."""
+    stragglers, kept = evidence.stragglers, len(evidence.kept)
+    if stragglers <= MOST_ASIDE * (stragglers + kept):
+        return None
+    return Finding(
+        FindingKind.OUTLIERS,
+        f"{stragglers} occurrences lasted over {STRAGGLER:g} times as long as the others, too many "
+        f"to set aside beside {kept}: record more iterations, with every rank",
+    )

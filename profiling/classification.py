@@ -1,6 +1,7 @@
 """What an event is: computing, communicating, copying.
 
-On a device the profiler's category comes first and the kernel's name second. On a CPU an operator
+On a device the profiler's category comes first and the kernel's name second, and then what launched
+it: a collective may run kernels of any name, or none but the copy engines. On a CPU an operator
 computes unless its name says that it only wraps or waits.
 """
 
@@ -13,6 +14,17 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from profiling.launches import Launches
+from profiling.names import (
+    is_collective_call,
+    is_communication_kernel,
+    is_peer_copy,
+    is_signal,
+    is_within_devices,
+)
+from profiling.nesting import Outermost
+from profiling.ranges import emulated
+from profiling.spans import is_stage
 from profiling.trace import Category, Trace
 
 __all__ = [
@@ -21,7 +33,6 @@ __all__ = [
     "classify",
     "gloo_ranges",
     "has_device_work",
-    "is_communication_kernel",
     "is_compute_operator",
 ]
 
@@ -36,27 +47,12 @@ class Work(IntEnum):
     MEMSET = 4
 
 
-# Kernels that move data between ranks.
-_COMMUNICATION = re.compile(
-    r"""
-    ncclKernel | ncclDevKernel | ncclSymk | rcclGenericKernel | rcclDevKernel | mscclKernel
-    | nvshmem | rocshmem
-    | deep_ep:: | ::(?:intranode|internode|internode_ll)::(?:dispatch|combine)
-    | symm_mem | multimem_ | one_shot_all_reduce | two_shot_all_reduce
-    """,
-    re.VERBOSE,
-)
 # Operators are `namespace::name`. These namespaces wrap other events, or wait for a peer.
 _OPERATOR = re.compile(r"(?P<namespace>[A-Za-z_]\w*)::\w")
 _NO_COMPUTE = frozenset(
     {"autograd", "c10d", "_c10d_functional", "c10d_functional", "megamoe", "overlap", "profiler"}
     | {"torch"}  # torch::autograd::AccumulateGrad, around the hooks
 )
-
-
-def is_communication_kernel(name: str) -> bool:
-    """Return whether a device kernel of this name moves data between ranks."""
-    return _COMMUNICATION.search(name) is not None
 
 
 def is_compute_operator(name: str) -> bool:
@@ -83,8 +79,14 @@ def has_device_work(trace: Trace) -> bool:
 
 
 def gloo_ranges(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the events that are gloo's own account of a collective, by start."""
-    return _by_name(trace, trace.of(Category.ANNOTATION), lambda name: name.startswith("gloo:"))
+    """Return the events that are a CPU collective's own account of itself, by start: gloo's, or
+    those of `overlap.emulation`."""
+    return _annotations(trace, "gloo:", emulated())
+
+
+def _annotations(trace: Trace, *beginnings: str) -> npt.NDArray[np.int64]:
+    annotations = trace.of(Category.ANNOTATION)
+    return _by_name(trace, annotations, lambda name: name.startswith(beginnings))
 
 
 def c10d_calls(trace: Trace) -> npt.NDArray[np.int64]:
@@ -92,20 +94,26 @@ def c10d_calls(trace: Trace) -> npt.NDArray[np.int64]:
     return _by_name(trace, trace.of(Category.CPU_OP), lambda name: name.startswith("c10d::"))
 
 
-def classify(trace: Trace) -> npt.NDArray[np.int8]:
+def classify(trace: Trace, launches: Launches | None = None) -> npt.NDArray[np.int8]:
     """Return the `Work` of each event, int8 [n].
 
     With device work in the trace, only the device works. Without, compute operators do, and
     gloo's ranges are the communication; what an operator does on one of gloo's own threads is
     part of that.
+
+    Args:
+        launches: Those of ``trace``, where they are at hand.
     """
     work = np.zeros(len(trace), np.int8)
     if has_device_work(trace):
-        kernels = trace.of(Category.KERNEL)
+        kernels = np.flatnonzero(trace.category == Category.KERNEL)
         work[kernels] = Work.COMPUTE
         work[_by_name(trace, kernels, is_communication_kernel)] = Work.COMMUNICATION
         work[trace.category == Category.MEMCPY] = Work.COPY
         work[trace.category == Category.MEMSET] = Work.MEMSET
+        launches = launches or Launches(trace)
+        _mark_emulated(trace, work, launches)
+        _mark_unnamed(trace, work, launches)
         return work
     operators = _by_name(trace, trace.of(Category.CPU_OP), is_compute_operator)
     gloo = gloo_ranges(trace)
@@ -113,3 +121,69 @@ def classify(trace: Trace) -> npt.NDArray[np.int8]:
     work[operators[~np.isin(trace.lane[operators], own_threads)]] = Work.COMPUTE
     work[gloo] = Work.COMMUNICATION
     return work
+
+
+def _mark_emulated(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
+    """Change ``work`` of what an emulated collective launched, copies from the host included."""
+    ranges = Outermost(trace, _annotations(trace, emulated()))
+    if len(ranges.events):
+        launch, events = launches.pairs()
+        owner = ranges.at(trace.lane[launch], trace.start[launch])
+        work[events[owner >= 0]] = Work.COMMUNICATION
+
+
+def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
+    """Change ``work`` of what a collective launched, though its name does not say so.
+
+    That is a kernel or a copy on a stream of its own, or a copy to a peer on any. What a call
+    launches on a stream that computes packs or casts for the collective, and a call that launched
+    a known kernel that moves data has its collective; both stay as they are.
+    """
+    cpu = np.flatnonzero(trace.category <= Category.ANNOTATION)
+    calls = Outermost(trace, _by_name(trace, cpu, is_collective_call))
+    if not len(calls.events):
+        return
+    launch, events = launches.pairs()
+    owner = calls.at(trace.lane[launch], trace.start[launch])
+    inside = owner >= 0
+    computing = _computing_streams(trace, work, launches, np.unique(events[inside]))
+    events, owner = events[inside], owner[inside]
+
+    known = np.zeros(len(calls.events), bool)
+    signals = np.isin(events, _by_name(trace, events, is_signal))
+    known[owner[(work[events] == Work.COMMUNICATION) & ~signals]] = True
+    events = events[~known[owner]]
+    copies = events[work[events] == Work.COPY]
+    kernels = events[work[events] == Work.COMPUTE]
+    moved = np.union1d(kernels, _by_name(trace, copies, is_within_devices))
+    work[moved[~np.isin(_stream(trace, moved), computing)]] = Work.COMMUNICATION
+    work[_by_name(trace, copies, is_peer_copy)] = Work.COMMUNICATION
+
+
+def _computing_streams(
+    trace: Trace,
+    work: npt.NDArray[np.int8],
+    launches: Launches,
+    collective: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Return the streams that compute: those of stages, or where none is known, of any kernel.
+
+    Args:
+        collective: What collectives launched, which does not count.
+    """
+    stages = Outermost(
+        trace, _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage)
+    )
+    launch, events = launches.pairs()
+    staged = events[stages.at(trace.lane[launch], trace.start[launch]) >= 0]
+    for candidates in (staged, np.flatnonzero(work == Work.COMPUTE)):
+        kernels = candidates[work[candidates] == Work.COMPUTE]
+        kernels = kernels[~np.isin(kernels, collective)]
+        if len(kernels):
+            return np.unique(_stream(trace, kernels))
+    return np.zeros(0, np.int64)
+
+
+def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return one number for each device and stream, int64 [n]."""
+    return (trace.device[events].astype(np.int64) << 32) + trace.stream[events]

@@ -1,21 +1,22 @@
-"""From decoded events to the columns of a `Trace`."""
+"""From decoded events to columns: one array per field, joined when all events are in."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from profiling.decoding import Event, Scan
-from profiling.trace import Category, Details, Group, Lane, Trace
+from profiling.decoding import Dropped, Event
+from profiling.trace import Category, Details, Lane
 
-__all__ = ["Columns"]
+__all__ = ["COLLECTIVE", "Columns", "Half", "Table"]
 
 CATEGORIES = {
     "cpu_op": Category.CPU_OP,
@@ -26,93 +27,168 @@ CATEGORIES = {
     "kernel": Category.KERNEL,
     "gpu_memcpy": Category.MEMCPY,
     "gpu_memset": Category.MEMSET,
+    # as torch before 1.12 wrote them
+    "Operator": Category.CPU_OP,
+    "Runtime": Category.LAUNCH,
+    "Kernel": Category.KERNEL,
+    "Memcpy": Category.MEMCPY,
+    "Memset": Category.MEMSET,
 }
+OTHER = -1  # the category of an event that is read only because it closes another
 LONGEST = 86_400e6  # us; an event that lasts longer than a day did not happen
 LATEST = 4e15  # us; the year 2096, and far from where int64 nanoseconds end
-_COLLECTIVE = ("gloo:", "c10d::", "nccl:")
+COLLECTIVE = ("gloo:", "c10d::", "nccl:")
+
+
+class Half(IntEnum):
+    """Whether an event is whole, or the beginning or end of one."""
+
+    WHOLE = 0  # ph X
+    BEGIN = 1  # ph B
+    END = 2  # ph E
+
+
+_HALF = {"X": Half.WHOLE, "B": Half.BEGIN, "E": Half.END}
+_DTYPES = {
+    "start": np.int64,
+    "end": np.int64,
+    "name": np.int32,
+    "category": np.int8,
+    "lane": np.int32,
+    "device": np.int32,
+    "stream": np.int32,
+    "correlation": np.int64,
+    "external": np.int64,
+    "rank": np.int32,
+    "half": np.int8,
+}
+
+
+@dataclass
+class Table:
+    """The events of a file, as it has them.
+
+    Attributes:
+        columns: Name -> array [n]: those of a `Trace` and besides ``external`` (its External id)
+            and ``rank``, as the event names them (-1: it does not), and ``half``, a `Half`.
+        names, lanes: What the columns ``name`` and ``lane`` index.
+        thread_names: Lane index -> name of the thread.
+        process_names: pid -> what metadata events call the process.
+        details: Event index -> what it says about its collective.
+        dropped: What was left out.
+    """
+
+    columns: dict[str, npt.NDArray[Any]]
+    names: tuple[str, ...]
+    lanes: tuple[Lane, ...]
+    thread_names: dict[int, str]
+    process_names: dict[int | str, str]
+    details: dict[int, Details]
+    dropped: Dropped
+
+    def __len__(self) -> int:
+        return len(self.columns["start"])
+
+    def part(self, chosen: npt.NDArray[np.bool_]) -> Table:
+        """Return a table of the ``chosen`` events, bool [n]."""
+        moved = np.cumsum(chosen) - 1
+        return replace(
+            self,
+            columns={name: column[chosen] for name, column in self.columns.items()},
+            details={
+                int(moved[event]): detail for event, detail in self.details.items() if chosen[event]
+            },
+        )
 
 
 class Columns:
-    """Collects events; `trace` then joins them. ``take`` is what `decoding.scan` calls."""
+    """Collects events. ``take`` is what `decoding.scan` calls."""
 
     def __init__(self) -> None:
-        self.dropped: Counter[str] = Counter()
+        self._dropped = Dropped()
         self._names: dict[str, int] = {}
         self._lanes: dict[tuple[int | str, int | str], int] = {}
         self._thread_names: dict[tuple[int | str, int | str], str] = {}
+        self._process_names: dict[int | str, str] = {}
         self._details: dict[int, Details] = {}
-        self._parts: list[tuple[npt.NDArray[Any], ...]] = []
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _DTYPES}
         self._count = 0
 
     def take(self, events: list[Event]) -> None:
-        """Add the events that a category of ours has; a metadata event names its thread."""
-        kept = [event for event in events if event.ph == "X" and event.cat in CATEGORIES]
+        """Add the events that a category of ours has, and what names threads and processes."""
+        kept: list[Event] = []
         for event in events:
-            if event.ph == "M" and event.name == "thread_name":
-                self._thread_names[event.pid, event.tid] = event.args.name
+            ph = event.ph
+            if ph == "X":
+                if event.cat in CATEGORIES:
+                    kept.append(event)
+            elif ph == "B" or ph == "E":
+                event.dur = 0.0  # not known yet
+                kept.append(event)
+            elif ph == "M":
+                self._metadata(event)
+            elif event.cat in CATEGORIES:
+                self._dropped.add(f"of a phase ({ph}) that says no duration", event.name)
         ts = np.array([event.ts for event in kept], np.float64)
         dur = np.array([event.dur for event in kept], np.float64)
-        sound = self._sound(ts, dur)
+        sound = self._sound(kept, ts, dur)
         if not sound.all():
             kept = [event for event, good in zip(kept, sound, strict=True) if good]
             ts, dur = ts[sound], dur[sound]
-        start = np.rint(ts * 1000).astype(np.int64)
-        names, lanes = self._names, self._lanes
         for offset, event in enumerate(kept):
             args = event.args
-            if args.collective or (args.dims and event.name.startswith(_COLLECTIVE)):
+            if args.collective or (args.dims and event.name.startswith(COLLECTIVE)):
                 self._details[self._count + offset] = _details(event)
-        self._parts.append(
-            (
-                start,
-                start + np.rint(dur * 1000).astype(np.int64),
-                np.array([names.setdefault(e.name, len(names)) for e in kept], np.int32),
-                np.array([CATEGORIES[e.cat] for e in kept], np.int8),
-                np.array([lanes.setdefault((e.pid, e.tid), len(lanes)) for e in kept], np.int32),
-                np.array([e.args.device for e in kept], np.int32),
-                np.array([e.args.stream for e in kept], np.int32),
-                np.array([e.args.correlation for e in kept], np.int64),
-            )
-        )
+        whole = np.floor(ts)  # apart, for microseconds since 1970 have no ns digits in a float
+        start = whole.astype(np.int64) * 1000 + np.rint((ts - whole) * 1000).astype(np.int64)
+        names, lanes = self._names, self._lanes
+        part = {
+            "start": start,
+            "end": start + np.rint(dur * 1000).astype(np.int64),
+            "name": [names.setdefault(event.name, len(names)) for event in kept],
+            "category": [CATEGORIES.get(event.cat, OTHER) for event in kept],
+            "lane": [lanes.setdefault((event.pid, event.tid), len(lanes)) for event in kept],
+            "device": [event.args.device for event in kept],
+            "stream": [event.args.stream for event in kept],
+            "correlation": [event.args.correlation for event in kept],
+            "external": [event.args.external for event in kept],
+            "rank": [event.args.rank for event in kept],
+            "half": [_HALF[event.ph] for event in kept],
+        }
+        for name, values in part.items():
+            self._parts[name].append(np.asarray(values, _DTYPES[name]))
         self._count += len(kept)
 
-    def _sound(self, ts: npt.NDArray[Any], dur: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    def _metadata(self, event: Event) -> None:
+        if event.name == "thread_name":
+            self._thread_names[event.pid, event.tid] = event.args.name
+        elif event.name in ("process_name", "process_labels"):
+            before = self._process_names.get(event.pid, "")
+            said = event.args.name or event.args.labels
+            self._process_names[event.pid] = f"{before} {said}".strip()
+
+    def _sound(
+        self, events: list[Event], ts: npt.NDArray[Any], dur: npt.NDArray[Any]
+    ) -> npt.NDArray[np.bool_]:
         """Return which events have a time that can be, and count the others."""
         missing = ~((dur >= 0) & (ts >= 0))  # NaN is neither
         absurd = ~missing & ((dur > LONGEST) | (ts > LATEST))
-        if missing.any():
-            self.dropped["without a start and a duration of at least 0"] += int(missing.sum())
-        if absurd.any():
-            self.dropped["longer than a day, or in another century"] += int(absurd.sum())
+        for bad, reason in (
+            (missing, "without a start and a duration of at least 0"),
+            (absurd, "longer than a day, or in another century"),
+        ):
+            if bad.any():
+                self._dropped.add(reason, events[int(bad.argmax())].name, int(bad.sum()))
         return ~(missing | absurd)
 
-    def trace(self, path: str, found: Scan, rank: int | None, world_size: int | None) -> Trace:
-        """Join what was taken. ``rank`` and ``world_size`` are used where the file has none."""
-        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
-        base = _whole(found.metadata.get("baseTimeNanoseconds"), 0) or 0
-        if 0 < base < LATEST * 1000 and self._count:
-            for times in columns[:2]:
-                times += base
-        info = found.metadata.get("distributedInfo")
-        info = info if isinstance(info, dict) else {}
-        dropped = found.dropped + self.dropped
-        notes = [f"{count:,} events dropped: {reason}" for reason, count in sorted(dropped.items())]
-        if not found.complete:
-            notes.insert(0, "the file is cut off: read up to the cut")
-        start, end, name, category, lane, device, stream, correlation = columns
-        return Trace(
-            path=path,
-            rank=_whole(info.get("rank"), rank),
-            world_size=_whole(info.get("world_size"), world_size),
-            groups=_groups(info),
-            start=start,
-            end=end,
-            name=name,
-            category=category,
-            lane=lane,
-            device=device,
-            stream=stream,
-            correlation=correlation,
+    def table(self) -> Table:
+        """Join what was taken, column by column, so that only one is there twice."""
+        columns = {}
+        for name, dtype in _DTYPES.items():
+            parts = self._parts.pop(name)
+            columns[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+        return Table(
+            columns=columns,
             names=tuple(self._names),
             lanes=tuple(Lane(*lane) for lane in self._lanes),
             thread_names={
@@ -120,28 +196,10 @@ class Columns:
                 for lane, index in self._lanes.items()
                 if lane in self._thread_names
             },
+            process_names=self._process_names,
             details=self._details,
-            metadata=found.metadata,
-            notes=tuple(notes),
+            dropped=self._dropped,
         )
-
-
-def _whole(value: object, default: int | None) -> int | None:
-    try:
-        return int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):
-        return default
-
-
-def _groups(info: dict[str, Any]) -> tuple[Group, ...]:
-    groups = []
-    config = info.get("pg_config")
-    for entry in config if isinstance(config, list) else ():
-        ranks = entry.get("ranks") if isinstance(entry, dict) else None
-        if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
-            name, description = str(entry.get("pg_name")), str(entry.get("pg_desc"))
-            groups.append(Group(name, description, tuple(ranks)))
-    return tuple(groups)
 
 
 def _details(event: Event) -> Details:
@@ -151,19 +209,28 @@ def _details(event: Event) -> Details:
         with suppress(msgspec.MsgspecError, RecursionError):  # nested beyond any real shape
             sizes |= set(_sizes(msgspec.json.decode(args.dims)))
     return Details(
-        args.collective or None,
-        args.group or None,
-        _ranks(args.group_ranks),
-        args.group_size if args.group_size >= 0 else None,
-        frozenset(sizes),
+        collective=args.collective or None,
+        group=args.group or None,
+        group_ranks=_ranks(args.group_ranks),
+        group_size=_known(args.group_size),
+        sizes=frozenset(sizes),
+        dtype=args.dtype or None,
+        in_elements=_known(args.in_elements),
+        out_elements=_known(args.out_elements),
+        sequence=_known(args.sequence),
+        comms_id=str(args.comms_id) or None,
     )
+
+
+def _known(number: int) -> int | None:
+    return number if number >= 0 else None
 
 
 def _ranks(text: str) -> tuple[int, ...] | None:
     """Return the ranks of a group; torch writes a long list with dots in the middle: None."""
     try:
         ranks = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     listed = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
     return tuple(ranks) if listed else None

@@ -14,18 +14,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from profiling.ranges import emulated
+
 __all__ = ["OPERATIONS", "Call", "Match", "Run", "match"]
 
-# c10d operator -> gloo's names for it. gloo reduces a whole tensor to scatter it.
+_GATHER = frozenset({"gloo:all_gather", "gloo:_all_gather_base", emulated("all_gather")})
+# gloo reduces a whole tensor to scatter it.
+_SCATTER = frozenset({"gloo:all_reduce", "gloo:reduce_scatter", emulated("reduce_scatter")})
+_REDUCE = frozenset({"gloo:all_reduce", emulated("all_reduce")})
+# c10d operator -> the names of the ranges that may be its run.
 OPERATIONS: dict[str, frozenset[str]] = {
-    "c10d::_allgather_base_": frozenset({"gloo:all_gather", "gloo:_all_gather_base"}),
-    "c10d::allgather_": frozenset({"gloo:all_gather"}),
-    "c10d::allgather_into_tensor_coalesced_": frozenset({"gloo:all_gather"}),
-    "c10d::_reduce_scatter_base_": frozenset({"gloo:all_reduce", "gloo:reduce_scatter"}),
-    "c10d::reduce_scatter_": frozenset({"gloo:all_reduce", "gloo:reduce_scatter"}),
-    "c10d::reduce_scatter_tensor_coalesced_": frozenset({"gloo:all_reduce", "gloo:reduce_scatter"}),
-    "c10d::allreduce_": frozenset({"gloo:all_reduce"}),
-    "c10d::allreduce_coalesced_": frozenset({"gloo:all_reduce"}),
+    "c10d::_allgather_base_": _GATHER,
+    "c10d::allgather_": _GATHER,
+    "c10d::allgather_into_tensor_coalesced_": _GATHER,
+    "c10d::_reduce_scatter_base_": _SCATTER,
+    "c10d::reduce_scatter_": _SCATTER,
+    "c10d::reduce_scatter_tensor_coalesced_": _SCATTER,
+    "c10d::allreduce_": _REDUCE,
+    "c10d::allreduce_coalesced_": _REDUCE,
 }
 SLACK = 2_000_000  # ns; a waiter may be back before gloo's thread has noted the end
 

@@ -7,6 +7,8 @@ they are given. Integers, because a profile's nanosecond digits survive in them 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,9 +42,19 @@ def total(a: Intervals) -> int:
     return int((a[:, 1] - a[:, 0]).sum())
 
 
+def _near(a: Intervals, b: Intervals) -> Intervals:
+    """Return the rows of ``b`` that ``a`` can meet: a window meets few of a whole trace's."""
+    if not len(a):
+        return EMPTY
+    low = bisect_right(b, a[0, 0], key=lambda row: row[1])
+    high = bisect_left(b, a[-1, 1], key=lambda row: row[0])
+    return b[low:high]
+
+
 def intersect(a: Intervals, b: Intervals) -> Intervals:
     """Return the instants that are in both sets."""
-    if not len(a) or not len(b):
+    b = _near(a, b)
+    if not len(b):
         return EMPTY
     # Row i of a meets the rows low[i] .. high[i] - 1 of b.
     low = np.searchsorted(b[:, 1], a[:, 0], side="right")
@@ -57,7 +69,11 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:
     """Return the instants of ``a`` that are not in ``b``."""
-    if not len(a) or not len(b):
+    b = _near(a, b)
+    if not len(b):
+        return a
+    b = b[np.searchsorted(b[:, 1], a[0, 0]) : np.searchsorted(b[:, 0], a[-1, 1])]  # what is near
+    if not len(b):
         return a
     low, high = min(a[0, 0], b[0, 0]), max(a[-1, 1], b[-1, 1])
     gaps = np.stack((np.append(low, b[:, 1]), np.append(b[:, 0], high)), axis=1)

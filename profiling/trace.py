@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +57,11 @@ class Details(NamedTuple):
     group_ranks: tuple[int, ...] | None = None
     group_size: int | None = None
     sizes: frozenset[int] = frozenset()  # numbers of elements of its tensors
+    dtype: str | None = None  # c10d's word for it: "BFloat16", "Float", ...
+    in_elements: int | None = None
+    out_elements: int | None = None
+    sequence: int | None = None  # the group counts its collectives; newer torch only
+    comms_id: str | None = None  # the same on every rank of the collective, and for no other
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +82,7 @@ class Trace:
         details: Event index -> what it says about its collective.
         metadata: The trace's other top-level entries.
         notes: What was dropped or repaired on loading, one sentence each.
+        complete: Whether the file was read to its end; if not, ``notes`` say so.
     """
 
     path: str
@@ -96,6 +103,7 @@ class Trace:
     details: dict[int, Details]
     metadata: dict[str, Any]
     notes: tuple[str, ...]
+    complete: bool = True
 
     def __len__(self) -> int:
         return len(self.start)
@@ -120,5 +128,10 @@ class Profile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What loading dropped or repaired, with the rank that it concerns."""
-        return tuple(f"{trace.label}: {note}" for trace in self.traces for note in trace.notes)
+        """What loading dropped or repaired, with the rank and the file that it concerns."""
+        return tuple(
+            f"{trace.label}{place}: {note}"
+            for trace in self.traces
+            for place in (f" ({Path(trace.path).name})" if trace.rank is not None else "",)
+            for note in trace.notes
+        )

@@ -45,33 +45,32 @@ def test_split_hides(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "gather_fails", "reduce_fails", "finding"),
+    ("flags", "gathers_because", "reductions_because"),
     [
-        pytest.param(["--fused"], True, True, "issue it before", id="fused"),
-        pytest.param(["--prefetch-depth", "0"], True, False, "issue it before", id="late"),
-        pytest.param(["--share-expert-buckets"], True, True, "bucket of its own", id="shared"),
+        pytest.param(["--fused"], "serialised", "late issue", id="fused"),
+        pytest.param(["--prefetch-depth", "0"], "late issue", None, id="late"),
+        pytest.param(["--share-expert-buckets"], "shared bucket", "shared bucket", id="shared"),
     ],
 )
 def test_each_way_to_lose_it_fails(
     ranks: Ranks,
     tmp_path: Path,
     flags: list[str],
-    gather_fails: bool,
-    reduce_fails: bool,
-    finding: str,
+    gathers_because: str,
+    reductions_because: str | None,
 ) -> None:
     found = report(ranks, tmp_path, *flags)
     assert found.verdict is Verdict.FAIL
     gathers, reduces = found.rows[:2], found.rows[2:]
     assert len(gathers) == len(reduces) == 2
-    for rows, fails in ((gathers, gather_fails), (reduces, reduce_fails)):
+    for rows, because in ((gathers, gathers_because), (reduces, reductions_because)):
         for row in rows:
             assert row.occurrences >= 2
             assert row.hidden is not None
-            if fails:
+            if because is not None:
                 assert row.verdict is Verdict.FAIL
                 assert row.hidden == 0
-                assert finding in row.finding
+                assert row.findings[0].kind.value == because, row.findings
             else:
                 assert row.hidden > 0
     assert moe_trace(["check", str(tmp_path)]) == 1

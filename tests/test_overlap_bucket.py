@@ -13,6 +13,7 @@ from torch import nn
 
 from overlap import OverlapError, ProcessGroups, collectives
 from overlap.bucket import Bucket, GradState, ParamState
+from overlap.budget import SmBudget
 from overlap.layout import BucketLayout, ParamSpec
 from overlap.streams import Mark
 from overlap.waiting import WaitClock
@@ -62,6 +63,7 @@ def make() -> tuple[Bucket, FakeStreams]:
     spec = ParamSpec("fc1.weight", (8, 16), torch.float32)
     layout = BucketLayout.pack("fc1", [spec], dist.get_world_size())
     streams = FakeStreams()
+    transport = collectives.Collective(dist.group.WORLD, torch.device("cpu"), 0)
     bucket = Bucket(
         layout,
         torch.zeros(layout.numel),
@@ -69,6 +71,9 @@ def make() -> tuple[Bucket, FakeStreams]:
         dist.group.WORLD,
         streams,  # type: ignore[arg-type]
         WaitClock(torch.device("cpu"), enabled=False),
+        SmBudget(streams),  # type: ignore[arg-type]
+        gather_by=transport,
+        reduce_by=transport,
         reduce_dtype=torch.float32,
         scale=1.0,
     )
