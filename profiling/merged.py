@@ -89,7 +89,8 @@ def _rank_of_process(table: Table, pid: int | str) -> int:
 def _refuse_mixture(table: Table) -> None:
     """Raise where events of several ranks are in one table."""
     columns = table.columns
-    pids = {table.lanes[lane].pid for lane in np.unique(columns["lane"][_driving(table)]).tolist()}
+    lanes = np.flatnonzero(np.bincount(columns["lane"][_driving(table)]))
+    pids = {table.lanes[lane].pid for lane in lanes.tolist()}
     if len(pids) > 1:
         raise SeveralRanksError(
             f"it holds {len(pids)} processes that launch work or call collectives (pids "
@@ -104,8 +105,8 @@ def _refuse_mixture(table: Table) -> None:
                 "not say which events are whose"
             )
     launches = columns["correlation"][columns["category"] == Category.LAUNCH]
-    launches = launches[launches > 0]
-    shared = len(launches) - len(np.unique(launches))
+    launches = np.sort(launches[launches > 0])
+    shared = int((launches[1:] == launches[:-1]).sum())
     if shared > _MIXED * len(launches):
         raise SeveralRanksError(
             f"{shared:,} of its {len(launches):,} launches have the correlation of another one, so "
