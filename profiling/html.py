@@ -25,7 +25,7 @@ from profiling.understanding import Reading
 from profiling.writing import write
 
 if TYPE_CHECKING:
-    from profiling.checks import Report, Row
+    from profiling.results import Report, Row
     from profiling.verdicts import Verdict
 
 __all__ = ["write_html"]
@@ -33,6 +33,7 @@ __all__ = ["write_html"]
 # What has a place of its own on the page; every other field of a row is a column.
 NO_COLUMN = {
     *("check", "bounds", "threshold", "layer", "verdict", "findings", "set_aside", "inferred"),
+    "measured",
 }
 SHARES = {"hidden", "spread"}
 HEADINGS = {"occurrences": "n", "lead_ms": "issue lead"}
