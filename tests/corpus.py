@@ -362,6 +362,8 @@ class _Writer:
     def trace(self, plan: list[_Iteration]) -> dict[str, Any]:
         for number, (runs, moves, (start, end)) in enumerate(plan):
             self._range(self._step(number), start, end, MAIN)
+            for _ in range(20):  # calls that launch nothing have correlations, too
+                self._launch(start + US, MAIN, next(self._correlations), "StreamWaitEvent")
             self._iteration(runs, moves, start)
         if self._case.noise:
             self._noise(plan)
@@ -456,7 +458,7 @@ class _Writer:
             correlation = graph or one
             if correlation is None:
                 correlation = next(self._correlations)
-                if self._case.shared and run.stage == 1 and index == 0:
+                if self._case.shared and run.place[0] == 1 and index == 0:
                     key = run.backward, run.layer
                     correlation = shared.setdefault(key, correlation)
                 if self._dice.random() >= self._case.unlinked:
