@@ -325,6 +325,9 @@ def _place(
     index = runs.index(own)
     if place == "inside":
         begin = own.start + dice.randrange(span - length)
+    elif place == "before" and backward:  # its gradient is not there before stage 2's backward is
+        begin = runs[index - 1].end
+        length = own.start - begin
     elif place == "before":
         begin = own.start - length
     elif place == "after":

@@ -168,6 +168,29 @@ def test_microbatches_gather_once_and_reduce_in_the_last(tmp_path):
     assert {number for *_, number in issued(found, Kind.GRAD_REDUCE)} == {1}
 
 
+def test_without_iterations_the_order_counts_over_the_whole_trace(tmp_path):
+    foreign = Foreign()
+    for _ in range(4):
+        foreign.step()
+    found = foreign.read(tmp_path)
+    assert run_of(found, Kind.STAGE1_FORWARD) == [
+        (None, f"layers.{layer}", microbatch) for microbatch in range(4) for layer in (0, 1)
+    ]
+    gathers = [name for _, name, _ in issued(found, Kind.PARAM_GATHER)]
+    assert gathers == [f"layers.{i}.fc{n}_weight" for _ in range(4) for i in (0, 1) for n in (1, 2)]
+
+
+def test_a_recording_that_begins_in_the_middle_does_not_tell_layers(tmp_path):
+    foreign = Foreign()
+    foreign.stage(1, "forward")
+    for _ in range(3):
+        foreign.backward()
+        foreign.forward()
+    found = foreign.read(tmp_path)
+    assert not [one for one in found.stages if one.span.kind is Kind.STAGE1_FORWARD]
+    assert any("1 of 1 iterations do not run megamoe::stage1.forward" in n for n in found.notes)
+
+
 def test_a_gather_after_the_last_stage_is_for_the_next_iteration(tmp_path):
     foreign = Foreign()
     foreign.iteration(0, lambda: (foreign.step(), foreign.collective(FC1), foreign.collective(FC2)))
