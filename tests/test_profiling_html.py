@@ -161,10 +161,10 @@ def test_text_can_be_read_on_what_it_stands_on(theme):
     pairs = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", style)
     colours = {name: both[theme] for name, *both in pairs}
     tones = ("pass", "fail", "inconclusive")
-    on = {name: ("back", "card") for name in ("text", "soft", "link", *tones)}
+    on = {"link": ("back", "card")}
     on |= {tone: ("back", "card", f"{tone}-back") for tone in tones}
     on["soft"] = on["text"] = ("back", "card", "track", *(f"{tone}-back" for tone in tones))
     for name, grounds in on.items():
         for ground in grounds:
-            high, low = sorted((luminance(colours[name]), luminance(colours[ground])))[::-1]
+            low, high = sorted((luminance(colours[name]), luminance(colours[ground])))
             assert (high + 0.05) / (low + 0.05) >= 4.5, (name, ground)
