@@ -101,8 +101,7 @@ def _causes(evidence: Evidence, low: Sequence[Occurrence]) -> list[Finding]:
     if hidden:
         found.append(_half_hidden(evidence, low, hidden))
     elif not found:
-        who = "anything computed" if evidence.rule.stage == ANY else "the stage was busy"
-        found.append(Finding(FindingKind.NOT_HIDDEN, f"no part of it ran while {who}"))
+        found.append(_not_hidden(evidence, low))
     return found
 
 
@@ -181,6 +180,19 @@ def _wrong_stage(evidence: Evidence, low: Sequence[Occurrence]) -> Finding | Non
             "part of no one stage",
         )
     return None
+
+
+def _not_hidden(evidence: Evidence, low: Sequence[Occurrence]) -> Finding:
+    """Say what is known where nothing else explains it."""
+    who = "anything computed" if evidence.rule.stage == ANY else "the stage was busy"
+    text = f"no part of it ran while {who}"
+    early = [one.lead for one in low if one.lead is not None and one.lead >= 0]
+    if len(early) == len(low):
+        text += (
+            f", though it was issued {_ms(early)} before the stage's work: look at what its own "
+            "stream did until it began"
+        )
+    return Finding(FindingKind.NOT_HIDDEN, text)
 
 
 def _half_hidden(evidence: Evidence, low: Sequence[Occurrence], hidden: float) -> Finding:

@@ -82,6 +82,7 @@ def test_late_issue(tmp_path, launch, late):
     )
     assert row.lead_ms == pytest.approx((launch - 40) / 1000)
     assert ("0.020 ms after the stage's work" in row.finding) is late
+    assert ("issued 0.020 ms before the stage's work: look at" in row.finding) is not late
 
 
 @pytest.mark.parametrize("between", [True, False])
