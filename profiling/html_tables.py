@@ -124,7 +124,7 @@ def _devices(report: Report) -> Iterator[str]:
     yield (
         '<p class="soft aside">Overlapped: the part of the union of the communication kernels in '
         "which any other kernel of the device ran. Copies and memsets are no kernels; the last "
-        "column counts memsets. Every step counts, and so do kernels without a launch in the trace.</p>"
+        "column counts memsets. Every step counts, and so do kernels without a launch.</p>"
     )
 
 
