@@ -118,7 +118,7 @@ def _bounds(bounds: Iterable[Bound]) -> Iterator[str]:
 
 
 def _clocks(clocks: dict[str, Offset | None]) -> Iterator[str]:
-    yield "  clocks, from the ends of matched collectives"
+    yield f"  clocks against {next(iter(clocks))}'s, from the ends of matched collectives"
     for rank, offset in clocks.items():
         if offset is None:
             yield f"    {rank}: unknown"

@@ -53,6 +53,7 @@ class Case:
     Attributes:
         seed: Of all durations and gaps.
         places: Where the gathers and where the reductions run; see `PLACES`.
+        again: Whether backward runs stage 1's forward once more, on its own thread.
         late: Whether in some iterations one rank joins its collectives late.
         straggler: Whether the first gathers last far longer on all ranks but one, which started
             its profiler later.
@@ -78,6 +79,7 @@ class Case:
     layers: int = 2
     iterations: int = 3
     microbatches: int = 1
+    again: bool = False
     ranks: int = 1
     late: bool = False
     straggler: bool = False
@@ -125,6 +127,7 @@ def cases(draw: st.DrawFn) -> Case:
         layers=draw(st.integers(1, 3)),
         iterations=1 if loss == "one iteration" else draw(st.integers(3, 5)),
         microbatches=draw(_usual(st.integers(2, 3), 1)),
+        again=draw(RARELY),
         ranks=ranks,
         late=late,
         straggler=draw(RARELY),
@@ -177,6 +180,13 @@ class Run(NamedTuple):
     layer: int
     microbatch: int
     kernels: list[Kernel]
+    again: bool = False
+
+    @property
+    def place(self) -> tuple[int, bool, int, int]:
+        """Which run of the program it is; one that backward repeats is none."""
+        stage = 0 if self.again else self.stage
+        return stage, self.backward, self.layer, self.microbatch
 
     @property
     def start(self) -> int:
@@ -255,10 +265,13 @@ def _iteration(case: Case, dice: random.Random, number: int) -> _Iteration:
     layers = range(case.layers)
     for microbatch in range(case.microbatches):
         order = [(stage, False, layer) for layer in layers for stage in (1, 2)]
-        order += [(stage, True, layer) for layer in reversed(layers) for stage in (2, 1)]
-        for stage, backward, layer in order:
+        order = [(*entry, False) for entry in order]
+        for layer in reversed(layers):
+            order += [(1, False, layer, True)] * case.again
+            order += [(2, True, layer, False), (1, True, layer, False)]
+        for stage, backward, layer, again in order:
             kernels = _kernels(case, dice, at)
-            runs.append(Run(stage, backward, layer, microbatch, kernels))
+            runs.append(Run(stage, backward, layer, microbatch, kernels, again))
             at = runs[-1].end + dice.randrange(60, 200) * US
     moves = []
     for check, layer in itertools.product((GATHER, REDUCE), layers):
@@ -303,9 +316,7 @@ def _place(
 ) -> tuple[int, int]:
     """Return when a collective transfers."""
     backward = whose[0]
-    (own,) = (
-        run for run in runs if (run.stage, run.backward, run.layer, run.microbatch) == (1, *whose)
-    )
+    (own,) = (run for run in runs if run.place == (1, *whose))
     place = case.places[backward]
     if place == "mixed":
         place = dice.choice(["inside", "after", "partly", "mostly"])
@@ -397,11 +408,11 @@ class _Writer:
         case, last = self._case, self._case.microbatches - 1
         ops = []
         for run in runs:
-            thread = AUTOGRAD if run.backward else MAIN
+            thread = AUTOGRAD if run.backward or run.again else MAIN
             own = _Op(run.start, thread, run)
             before: list[_Op] = []
             after: list[_Op] = []
-            if not run.backward and run.microbatch == 0:
+            if not run.backward and not run.again and run.microbatch == 0:
                 before += self._issues(GATHER, run, runs, moves, thread)
             if run.backward and run.microbatch == last:
                 after += self._issues(REDUCE, run, runs, moves, thread)
@@ -413,12 +424,7 @@ class _Writer:
     ) -> list[_Op]:
         """Return what is issued just before a forward or just after a backward run."""
         (move,) = (one for one in moves if (one.check, one.layer) == (check, run.layer))
-        (own,) = (
-            one
-            for one in runs
-            if (one.stage, one.backward, one.layer, one.microbatch)
-            == (1, run.backward, run.layer, run.microbatch)
-        )
+        (own,) = (one for one in runs if one.place == (1, *run.place[1:]))
         # A gather that runs after its stage may be issued after it, and so may a reduction.
         at_second = (move.begin >= own.end) is (check == GATHER)
         issued = []

@@ -87,13 +87,10 @@ def test_tracks_hold_the_figures(tmp_path, variant):
         kind = "overlap::param_gather" if gathers else "overlap::grad_reduce"
         stage = f"under stage1.{'forward' if gathers else 'backward'}[{row.layer}]"
 
-        def own(title, kind=kind, layer=f"{row.layer}.fc2_weight"):
-            each = [
-                one for name, slices in found.items() if name.startswith(title) for one in slices
-            ]
-            return [
-                s for s in each if (s["args"]["collective"], s["args"]["layer"]) == (kind, layer)
-            ]
+        def own(title, moves=(kind, f"{row.layer}.fc2_weight")):
+            titles = [name for name in found if name.startswith(title)]
+            each = [one for name in titles for one in found[name]]
+            return [one for one in each if (one["args"]["kind"], one["args"]["name"]) == moves]
 
         hidden = sum(one["dur"] for one in own("hidden") if one["args"]["how"] == stage)
         exposed = sum(one["dur"] for one in own("exposed"))
@@ -191,6 +188,23 @@ def test_collectives_at_once_get_tracks_of_their_own(tmp_path):
         "exposed": [(1100, 200)],
         "exposed 2": [(1150, 250)],
     }
+
+
+def test_communication_of_a_foreign_trace_has_its_tracks(tmp_path):
+    trace = TraceBuilder()
+    at = 1e6
+    trace.kernel("void gemm()", at, at + 100, at + 1000)
+    trace.kernel("ncclDevKernel_AllReduce", at + 5, at + 900, at + 1200, stream=21)
+    (done,) = annotate(trace.write(tmp_path), tmp_path / "out.json")
+    entry = read(done.path)
+    slices, arrows, _ = added(entry)
+    found = tracks(slices, entry)
+    assert {title: [(s["ts"] - at, s["dur"]) for s in found[title]] for title in found} == {
+        "hidden": [(900, 100)],
+        "exposed": [(1000, 200)],
+    }
+    assert slices[0]["name"] == "ncclDevKernel_AllReduce under other compute"
+    assert not arrows  # it has no range around its issue; the source's own arrows stay
 
 
 def test_a_nanosecond_since_1970_survives(tmp_path):

@@ -67,7 +67,9 @@ def errors(case, tally):
             continue
         truly = Verdict.PASS if what.hidden >= THRESHOLD else Verdict.FAIL
         low, high = min(what.shares.values()), max(what.shares.values())
-        scattered = row.set_aside and low < THRESHOLD <= high  # what is left may be either
+        # Some are set aside, and those left are some good, some bad: they may weigh otherwise.
+        scattered = bool(row.set_aside) and low < THRESHOLD <= high
+        tally["scattered"] += row.verdict not in (truly, Verdict.INCONCLUSIVE) and scattered
         tally[row.verdict, truly] += case.complete
         if row.verdict is Verdict.INCONCLUSIVE:
             tally[row.finding] += case.complete
@@ -103,6 +105,7 @@ def test_no_false_verdict():
         assert tally[truly, truly] > 0.9 * sum(tally[found, truly] for found in Verdict)
         assert tally[truly, truly] > CASES / 5
     assert tally["unknowable"] > CASES / 20
+    assert tally["scattered"] < CASES / 50
 
 
 def no_names(patch):

@@ -1,6 +1,9 @@
 """Traces that are not ours: layers from the order of calls, weights from sizes, doubt where neither
 tells."""
 
+import textwrap
+from pathlib import Path
+
 import pytest
 
 from profiling.assume import AssumeError, read_assumptions
@@ -300,6 +303,16 @@ def test_sizes_that_are_no_gated_pair_are_not_guessed_at(tmp_path):
     assert found.stages
     assert not found.collectives
     assert any("give the weights in an --assume file" in note for note in found.notes)
+
+
+def test_the_documented_file_can_be_read(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    block = page.split("holds what the user knows:\n")[1].split("\n## ")[0]
+    (tmp_path / "assume.toml").write_text(textwrap.dedent(block))
+    found = read_assumptions(tmp_path / "assume.toml")
+    assert found.layers == tuple(LAYERS)
+    assert [weight.name for weight in found.weights] == ["fc1_weight", "fc2_weight"]
+    assert found.stages[Kind.STAGE1_FORWARD].fullmatch("TEGroupedMLP.fc1 forward")
 
 
 WEIGHT = "[[weight]]\nname = 'fc2'\nelements = 8\ngroup_size = 2\n"
