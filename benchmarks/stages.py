@@ -165,8 +165,8 @@ def products(inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
     offsets = torch.bincount(ids, minlength=inputs.shape.experts).cumsum(0).int()
     token = order // inputs.shape.top_k
     x, dy = inputs.x.detach()[token], inputs.dy[token]
-    act = torch.randn(len(ids), inputs.shape.ffn, device="cuda").bfloat16()
-    d_l1 = torch.randn(len(ids), 2 * inputs.shape.ffn, device="cuda").bfloat16()
+    act = torch.randn(len(ids), inputs.shape.ffn, device=x.device).to(x.dtype)
+    d_l1 = torch.randn(len(ids), 2 * inputs.shape.ffn, device=x.device).to(x.dtype)
     w1, w2 = inputs.w1.detach(), inputs.w2.detach()
 
     def product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
