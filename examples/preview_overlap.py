@@ -16,7 +16,7 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,8 +40,7 @@ from overlap import (
 )
 from overlap.bucket import Bucket
 from overlap.emulation import EmulatedLink
-from overlap.emulation.bounds import exposed_backward, exposed_forward
-from profiling import Report
+from profiling import Reading, Report
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ class Block(nn.Module):
 
 
 def build(
-    preset: Preset, layers: int, device: torch.device, *, fused: bool = False
+    preset: Preset, layers: int, device: torch.device, *, backend: str = "auto", fused: bool = False
 ) -> nn.Sequential:
-    """The model: bf16 and Triton on a GPU, fp32 and plain torch on a CPU; drawn where it lives."""
+    """The model, drawn where it lives: bf16 on a GPU; fp32 and plain torch on a CPU."""
     on_gpu = device.type == "cuda"
     config = MegaMoEConfig(
         hidden_size=preset.hidden,
@@ -85,7 +84,7 @@ def build(
         num_moe_experts=preset.experts,
         moe_router_topk=preset.top_k,
         moe_router_force_load_balancing=True,
-        mega_moe_backend="auto" if on_gpu else "reference",
+        mega_moe_backend=backend if on_gpu else "reference",
     )
     dtype = torch.bfloat16 if on_gpu else torch.float32
     blocks = (Block(config, fused, dtype=dtype, device="meta") for _ in range(layers))
@@ -103,15 +102,13 @@ class Stopwatch:
         self._on_gpu = device.type == "cuda"
         self._moments: list[Any] = []
 
-    def moment(self) -> int:
-        """Note the moment; return its number."""
+    def moment(self) -> None:
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._moments.append(event)
         else:
             self._moments.append(time.perf_counter())
-        return len(self._moments) - 1
 
     def ms(self) -> list[float]:
         """Wait for the last moment; return when each was, counted from the first."""
@@ -119,86 +116,6 @@ class Stopwatch:
             return [(moment - self._moments[0]) * 1e3 for moment in self._moments]
         self._moments[-1].synchronize()
         return [self._moments[0].elapsed_time(moment) for moment in self._moments]
-
-
-class Segments:
-    """When a step of a serialised run needs each bucket, on a clock that stands still meanwhile.
-
-    Hooks before and after the engine's own note where it waits; what lies between is compute.
-    """
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._watch = Stopwatch(device)
-        self._notes: list[tuple[str, Any, int]] = []  # what, of which parameter, at which moment
-        self._handles: list[Any] = []
-        self._model = model
-        for param in model.parameters():  # before the engine's hook
-            self._on_grad(param, "ready")
-
-    def begin(self) -> None:
-        """Note the next step; the engine's hooks are on, ours go around them."""
-        self._notes.clear()
-        for module in self._model.modules():
-            params = list(module.parameters(recurse=False))
-            if params:
-                hook = self._hook("use", params[0])
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-                hook = self._hook("go", params[0])
-                self._handles.append(module.register_forward_pre_hook(hook))
-        for param in self._model.parameters():
-            self._on_grad(param, "go")
-
-    def note(self, what: str) -> None:
-        """Note "forward", "backward" or "end"."""
-        self._notes.append((what, None, self._watch.moment()))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _on_grad(self, param: nn.Parameter, what: str) -> None:
-        hook = self._hook(what, param)
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))
-
-    def _hook(self, what: str, param: nn.Parameter) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._notes.append((what, param, self._watch.moment()))
-
-        return hook
-
-    def bounds(self, ddp: DistributedDataParallel, link: EmulatedLink) -> tuple[float, float]:
-        """The exposed ms of forward and backward that the schedule cannot avoid.
-
-        The notes are of one step: "forward", uses, "backward", gradients, "end".
-        """
-        at = self._watch.ms()
-        used: dict[Any, float] = {}
-        ready: dict[Any, float] = {}
-        clock, last, counting = 0.0, 0.0, True
-        moments: dict[str, float] = {}
-        for what, param, moment in self._notes:
-            if counting:
-                clock += at[moment] - last
-            last, counting = at[moment], what not in ("use", "ready")
-            if what == "use":
-                used.setdefault(param, clock)
-            elif what == "ready":
-                ready[param] = clock
-            elif param is None:
-                moments[what] = clock
-        gathers, uses = [], []
-        for bucket in ddp.gather.order:
-            begin = min(used[slot.param] for slot in bucket.slots if slot.param in used)
-            uses.append(begin)
-            gathers.append(1e3 * gather_seconds(bucket, link))
-        compute = [b - a for a, b in zip(uses, [*uses[1:], moments["backward"]], strict=True)]
-        forward = exposed_forward(gathers, compute, ddp.config.prefetch_depth)
-        begun = moments["backward"]
-        arrivals = [
-            max(ready[slot.param] for slot in bucket.slots) - begun for bucket in ddp.reduce.order
-        ]
-        reduces = [1e3 * reduce_seconds(bucket, link) for bucket in ddp.reduce.order]
-        return forward, exposed_backward(arrivals, reduces, moments["end"] - begun)
 
 
 def gather_seconds(bucket: Bucket, link: EmulatedLink) -> float:
@@ -218,20 +135,27 @@ class Run:
     """One way of running, measured. Times in ms.
 
     Attributes:
-        step: Median of a step, without a profiler.
+        steps: Each timed step, without a profiler.
         waited: Mean of how long compute stood still for the engine's collectives in a step.
         gathers, reduces: What a step's collectives take, by the link's arithmetic.
-        bound: Exposed in forward and backward, at least; None in an overlapped run.
-        report: What the profile says.
+        profile: What was recorded of further steps.
     """
 
-    step: float
+    steps: tuple[float, ...]
     waited: float
     gathers: float
     reduces: float
-    bound: tuple[float, float] | None
-    report: Report
+    profile: Reading
     plan: str
+
+    @property
+    def step(self) -> float:
+        """The median step."""
+        return median(self.steps)
+
+    @property
+    def communication(self) -> float:
+        return self.gathers + self.reduces
 
 
 def measure(
@@ -243,12 +167,11 @@ def measure(
     serialize: bool,
     budget: bool = True,
     steps: int = 8,
-    recorded: int = 4,
+    recorded: int = 6,
 ) -> Run:
-    """Train ``model`` on the emulated default group: 3 steps to settle, ``steps`` timed ones, one
-    for the bounds where serialised, and ``recorded`` ones under the profiler."""
+    """Train ``model`` on the emulated default group: 3 steps to settle, ``steps`` timed ones, and
+    ``recorded`` ones under the profiler."""
     groups = ProcessGroups.build(device_type=x.device.type)
-    segments = Segments(model, x.device) if serialize else None
     # None: as many as the link has CTAs. Serialised, no launch sees a collective under way.
     config = OverlapConfig(
         serialize=serialize, measure_waits=True, collective_sms=None if budget else 0
@@ -264,14 +187,8 @@ def measure(
         for _ in range(steps):
             step(ddp, optimizer, x)
             watch.moment()
-        at = watch.ms()
+        taken = [end - begin for begin, end in pairwise(watch.ms())]
         waited = ddp.take_waited_ms() / steps
-        bound = None
-        if segments is not None:
-            segments.begin()
-            step(ddp, optimizer, x, segments.note)
-            bound = segments.bounds(ddp, link)
-            segments.remove()
         with profiling.record(
             folder, wait=0, warmup=2, active=recorded, settle=ddp.finish_in_flight
         ) as recorder:
@@ -279,12 +196,11 @@ def measure(
                 step(ddp, optimizer, x)
                 recorder.step()
         return Run(
-            step=median(b - a for a, b in pairwise(at)),
+            steps=tuple(taken),
             waited=waited,
             gathers=sum(1e3 * gather_seconds(bucket, link) for bucket in ddp.buckets),
             reduces=sum(1e3 * reduce_seconds(bucket, link) for bucket in ddp.buckets),
-            bound=bound,
-            report=profiling.check(folder),
+            profile=profiling.read(folder),
             plan=str(ddp.plan()),
         )
     finally:
@@ -293,18 +209,9 @@ def measure(
         gc.collect()
 
 
-def step(
-    ddp: DistributedDataParallel,
-    optimizer: DistributedOptimizer,
-    x: Tensor,
-    note: Callable[[str], None] = lambda what: None,
-) -> None:
+def step(ddp: DistributedDataParallel, optimizer: DistributedOptimizer, x: Tensor) -> None:
     optimizer.zero_grad()
-    note("forward")
-    loss = ddp(x).float().square().mean()
-    note("backward")
-    loss.backward()
-    note("end")
+    ddp(x).float().square().mean().backward()
     optimizer.step()
 
 
@@ -336,41 +243,46 @@ def exposed(report: Report) -> float:
 
 
 def effective(serial: Run, other: Run) -> float:
-    """The share of the communication that overlapping saves of a step."""
-    return (serial.step - other.step) / (other.gathers + other.reduces)
+    """The share of the communication that ``other`` saves of a step, by the clock."""
+    return (serial.step - other.step) / serial.communication
 
 
-def to_text(serial: Run, overlapped: Run) -> str:
-    rows: list[tuple[str, str, str]] = [
-        ("", "serialised", "overlapped"),
-        ("step, ms", f"{serial.step:.2f}", f"{overlapped.step:.2f}"),
-        ("compute stood still, ms", f"{serial.waited:.2f}", f"{overlapped.waited:.2f}"),
-        (
-            "exposed on the timeline, ms",
-            f"{exposed(serial.report):.2f}",
-            f"{exposed(overlapped.report):.2f}",
-        ),
+def least(serial: Report) -> float | None:
+    """What no schedule of prefetch depth 1 hides of a step's communication, in ms."""
+    forward, _, backward = serial.bounds
+    if forward.least_ms is None or backward.least_ms is None:
+        return None
+    return forward.least_ms + backward.least_ms
+
+
+def to_text(serial: Run, overlapped: Run, reports: tuple[Report, Report]) -> str:
+    """The two runs side by side; ``reports`` are theirs, the second against the first."""
+
+    def cell(value: float | None, form: str = ".2f") -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        ("step, ms", serial.step, overlapped.step),
+        ("compute stood still, ms", serial.waited, overlapped.waited),
+        ("exposed on the timeline, ms", *(exposed(report) for report in reports)),
     ]
-    for (title, a), b in zip(
-        hidden(serial.report).items(), hidden(overlapped.report).values(), strict=True
-    ):
-        rows.append((title, *("-" if v is None else f"{v:.1%} hidden" for v in (a, b))))
-    rows.append(
-        ("verdict", serial.report.verdict.value, overlapped.report.verdict.value),
+    lines = [f"{'':46}{'serialised':>12}{'overlapped':>12}"]
+    lines += [f"{name:46}{cell(a):>12}{cell(b):>12}" for name, a, b in rows]
+    shares = [hidden(report) for report in reports]
+    for title, share in shares[0].items():
+        pair = (cell(share, ".1%"), cell(shares[1][title], ".1%"))
+        lines.append(f"{title:46}{pair[0]:>12}{pair[1]:>12}")
+    verdicts = [report.verdict.value for report in reports]
+    lines.append(f"{'verdict':46}{verdicts[0]:>12}{verdicts[1]:>12}")
+    lines.append(f"{'effective, by the clock':46}{'':12}{effective(serial, overlapped):>12.3f}")
+    saved = reports[1].effective
+    if saved is not None:
+        lines.append(f"{'effective, by the profiles':46}{'':12}{cell(saved.value, '.3f'):>12}")
+    lines.append(
+        f"communication of a step: gathers {serial.gathers:.2f} ms, "
+        f"reductions {serial.reduces:.2f} ms, of which no schedule of this depth hides "
+        f"{cell(least(reports[0]))} ms"
     )
-    rows.append(("effective (clock)", "", f"{effective(serial, overlapped):.3f}"))
-    assert serial.bound is not None
-    forward, backward = serial.bound
-    lines = [f"{name:<40}{a:>14}{b:>14}" for name, a, b in rows]
-    lines += [
-        f"communication of a step: gathers {overlapped.gathers:.2f} ms, "
-        f"reductions {overlapped.reduces:.2f} ms",
-        f"no schedule of this depth exposes less than: forward {forward:.2f} ms, "
-        f"backward {backward:.2f} ms, together {forward + backward:.2f} ms",
-        f"compute stood still over that bound: {overlapped.waited / (forward + backward):.2f}"
-        if forward + backward
-        else "so all of it can hide",
-    ]
     return "\n".join(lines)
 
 
@@ -434,10 +346,12 @@ def main(argv: list[str] | None = None) -> int:
                 budget=not args.no_budget,
                 steps=args.steps,
             )
-    print(runs["overlapped"].plan)
-    print(profiling.to_text(runs["overlapped"].report))
+    serial, overlapped = runs["serialised"], runs["overlapped"]
+    report = profiling.check(overlapped.profile, baseline=serial.profile)
+    print(overlapped.plan)
+    print(profiling.to_text(report))
     print()
-    print(to_text(runs["serialised"], runs["overlapped"]))
+    print(to_text(serial, overlapped, (profiling.check(serial.profile), report)))
     if args.profile:
         print(f"profiles of emulated collectives: moe-trace check {args.profile}/overlapped")
     return 0

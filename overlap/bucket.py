@@ -283,15 +283,17 @@ class Bucket:
             return
         with ranges.span(Kind.GRAD_REDUCE, self.name):
             self._join_grad_stream()
-            if self._wire is None:
-                source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
-                shard = source[self.layout.shard(self.rank)]
-            else:
-                source, shard = self._wire.copy_(self.grads), self.grad_shard
             self._reduce = self._reduce_by.reduce_scatter(
-                shard, source, f"the reduce-scatter of bucket {self.name}"
+                *self._outgoing(), f"the reduce-scatter of bucket {self.name}"
             )
         self._budget.issued(self._reduce_by, self._reduce)
+
+    def _outgoing(self) -> tuple[Tensor, Tensor]:
+        """Where the reduced shard goes, and what travels."""
+        if self._wire is not None:
+            return self.grad_shard, self._wire.copy_(self.grads)
+        source = self.grads.to(self._reduce_dtype)  # the buffer itself, if it is that dtype
+        return source[self.layout.shard(self.rank)], source
 
     def _join_grad_stream(self) -> None:
         """Order the current stream after the one that last touched the gradients."""

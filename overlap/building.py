@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,13 +16,16 @@ from overlap.buffer import FlatBuffer
 from overlap.collectives import Collective, Gathers, Reduces
 from overlap.config import OverlapConfig
 from overlap.copy_engine import PullGather, PullReduce
+from overlap.errors import TransportError
 from overlap.groups import ProcessGroups
 from overlap.layout import BucketLayout, ParamSpec, plan_buckets
 from overlap.streams import Streams
-from overlap.symmetric import check_reachable
+from overlap.symmetric import obstacle
 from overlap.waiting import WaitClock
 
 __all__ = ["make_buckets"]
+
+_log = logging.getLogger("overlap")
 
 
 class _Transports(NamedTuple):
@@ -111,14 +115,20 @@ def _transports(
     """Who moves the buckets of one group, each way."""
     sms = groups.collective_sms if config.collective_sms is None else config.collective_sms
     collective = Collective(group, device, sms or 0)
-    gather: Gathers = collective
-    reduce: Reduces = collective
-    pulling = "copy_engine" in (config.param_gather_transport, config.grad_reduce_transport)
-    if pulling and dist.get_world_size(group) > 1:
-        check_reachable(device, group)
-        if config.param_gather_transport == "copy_engine":
-            gather = PullGather(group, device, streams)
-        if config.grad_reduce_transport == "copy_engine":
-            own_sms = {} if config.collective_sms is None else {"sms": config.collective_sms}
-            reduce = PullReduce(group, device, streams, **own_sms)
-    return _Transports(gather, reduce)
+    wanted = (config.param_gather_transport, config.grad_reduce_transport)
+    if dist.get_world_size(group) == 1 or not {"auto", "copy_engine"} & set(wanted):
+        return _Transports(collective, collective)
+    reason = obstacle(device, group)
+    if reason is not None:
+        if "copy_engine" in wanted:
+            raise TransportError(
+                f'the transport "copy_engine" cannot run here, for {reason}: use "collective"'
+            )
+        _log.info("collectives of %s use the group's own transport: %s", group.group_name, reason)
+        return _Transports(collective, collective)
+    gather, reduce = (way in ("auto", "copy_engine") for way in wanted)
+    own_sms = {} if config.collective_sms is None else {"sms": config.collective_sms}
+    return _Transports(
+        PullGather(group, device, streams) if gather else collective,
+        PullReduce(group, device, streams, **own_sms) if reduce else collective,
+    )

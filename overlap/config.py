@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["OverlapConfig"]
 
-_TRANSPORTS = ("collective", "nccl", "copy_engine")
+_TRANSPORTS = ("auto", "collective", "nccl", "copy_engine")
 _REDUCIBLE = (torch.float32, torch.bfloat16)
 
 
@@ -30,13 +30,14 @@ class OverlapConfig:
     serialize: bool = False
     """Wait for every collective where it is issued: the baseline of "effective" overlap."""
 
-    param_gather_transport: Literal["collective", "nccl", "copy_engine"] = "collective"
-    """Who gathers: the process group's own collective ("nccl" says the same), or copy engines,
-    which take no SM. Those need GPUs of one node that read each other's memory."""
+    param_gather_transport: Literal["auto", "collective", "nccl", "copy_engine"] = "auto"
+    """Who gathers: "collective", the process group's own ("nccl" says the same); "copy_engine",
+    which takes no SM and needs GPUs of one node that read each other's memory; "auto", the latter
+    where it can run."""
 
-    grad_reduce_transport: Literal["collective", "nccl", "copy_engine"] = "collective"
-    """Who reduces; copy engines bring the peers' gradients, a few SMs add them in fp32, in the
-    order of ranks, whatever `reduce_dtype` they travel in."""
+    grad_reduce_transport: Literal["auto", "collective", "nccl", "copy_engine"] = "auto"
+    """Who reduces. With "copy_engine" the copy engines bring the peers' gradients, and a kernel
+    adds them in fp32, in the order of ranks, whatever `reduce_dtype` they travel in."""
 
     prefetch_depth: int = 1
     """How many buckets ahead of the one in use are gathered. 0 gathers each bucket in its own
@@ -69,7 +70,7 @@ class OverlapConfig:
     collective_sms: int | None = None
     """SMs that compute leaves free while a collective is under way, asked for at every launch by
     modules with a `set_sm_budget`. None takes what the groups' NCCL options say: 0 on gloo, and
-    where NCCL chooses its CTAs (then the grid of its kernels in a profile is the number). A copy
+    where NCCL chooses its CTAs (`overlap.nccl.ctas_in_profile` finds how many it took). A copy
     engine's gather takes none, its reduction those that add."""
 
     measure_waits: bool = False

@@ -17,13 +17,12 @@ peer's part is pulled into one of two staging buffers while the other one is add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from overlap import symmetric
+from overlap.additions import add_in_order
 from overlap.collectives import InFlight
 from overlap.streams import Mark, Streams
 from overlap.symmetric import Region
@@ -31,7 +30,7 @@ from overlap.symmetric import Region
 __all__ = ["PullGather", "PullReduce"]
 
 STAGING_BYTES = 128 * 2**20  # of one rank, all staging buffers of one transport together
-REDUCE_SMS = 8  # the additions: SMs that keep up with the copies
+REDUCE_SMS = 0  # the additions' blocks find room beside a product that has every SM
 
 
 class _Enqueued:
@@ -49,13 +48,18 @@ class _Enqueued:
 
 
 class _Pull:
-    """What both directions share: the group, its regions and the stream of the copies."""
+    """What both directions share: the group, its regions and the stream of the copies.
+
+    Groups share their streams, one a direction: all ranks issue in one order, dense and expert.
+    """
+
+    name = ""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         self.group = group
         self._device = device
         self._streams = streams
-        self._side = streams.side()
+        self._side = streams.side(self.name)
         self._rank = dist.get_rank(group)
         size = dist.get_world_size(group)
         # Each rank starts with the next one, so that not all pull from the same.
@@ -85,6 +89,7 @@ class _Pull:
 class PullGather(_Pull):
     """All-gather; see `overlap.collectives.Gathers`."""
 
+    name = "gather"
     sms = 0
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
@@ -103,16 +108,16 @@ class PullGather(_Pull):
 
 
 class _Stage:
-    """A staging buffer: a piece from each peer, and their sum so far.
+    """A staging buffer.
 
     Attributes:
-        pieces: By peer, bytes.
+        pieces: [peers, bytes], a piece of each peer, in rank order.
         free: When its last content has been used.
     """
 
-    def __init__(self, peers: Sequence[int], piece_bytes: int, mark: Mark, like: Tensor) -> None:
-        self.pieces = {peer: like.new_empty(piece_bytes, dtype=torch.uint8) for peer in peers}
-        self.free = mark
+    def __init__(self, pieces: Tensor, free: Mark) -> None:
+        self.pieces = pieces
+        self.free = free
 
 
 class PullReduce(_Pull):
@@ -125,6 +130,8 @@ class PullReduce(_Pull):
         staging_bytes: Of all staging buffers; fewer make more and smaller pieces.
     """
 
+    name = "reduce"
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -136,13 +143,14 @@ class PullReduce(_Pull):
     ) -> None:
         super().__init__(group, device, streams)
         self.sms = sms
-        self._adding = streams.side()
-        # In each of two stages a piece per peer, and one sum in fp32: twice the bytes of bf16.
-        self._piece_bytes = max(512, staging_bytes // (2 * len(self._peers) + 2) // 512 * 512)
+        self._adding = streams.side("add")
+        self._piece_bytes = max(512, staging_bytes // (2 * len(self._peers)) // 512 * 512)
+        shape = (2, len(self._peers), self._piece_bytes)
         mark = streams.mark()
-        like = torch.empty(0, device=device)
-        self._stages = [_Stage(self._peers, self._piece_bytes, mark, like) for _ in range(2)]
-        self._sum = like.new_empty(self._piece_bytes // 2, dtype=torch.float32)
+        self._stages = [
+            _Stage(pieces, mark)
+            for pieces in torch.empty(shape, dtype=torch.uint8, device=device).unbind()
+        ]
         self._turn = 0
 
     def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
@@ -168,30 +176,15 @@ class PullReduce(_Pull):
     def _reduce_piece(self, region: Region, part: slice, out: Tensor) -> None:
         stage = self._stages[self._turn]
         self._turn = 1 - self._turn
-        terms = {self._rank: region.local[part]}
+        source = region.local[part]
+        staged = stage.pieces.view(source.dtype)
         with self._streams.on(self._side):
             self._streams.after(stage.free)
             for peer in self._peers:
-                staged = stage.pieces[peer].view(region.local.dtype)[: out.numel()]
-                terms[peer] = staged.copy_(region.of(peer)[part], non_blocking=True)
+                row = peer if peer < self._rank else peer - 1
+                staged[row, : out.numel()].copy_(region.of(peer)[part], non_blocking=True)
             pulled = self._streams.mark()
         with self._streams.on(self._adding):
             self._streams.after(pulled)
-            _add([terms[rank] for rank in sorted(terms)], self._sum[: out.numel()], out)
+            add_in_order(source, staged, self._rank, out)
             stage.free = self._streams.mark()
-
-
-def _add(terms: Sequence[Tensor], partial: Tensor, out: Tensor) -> None:
-    """Write the sum of ``terms``, added from left to right in fp32, to ``out``.
-
-    ``out`` may be one of the terms: nothing is written to it before all have been read.
-    """
-    total = terms[0]
-    if total.dtype is not torch.float32:
-        total = partial.copy_(total)
-    for term in terms[1:-1]:
-        total = torch.add(total, term, out=partial)
-    if out.dtype is torch.float32:
-        torch.add(total, terms[-1], out=out)
-    else:
-        out.copy_(torch.add(total, terms[-1], out=partial))

@@ -43,7 +43,7 @@ class ProcessGroups:
         expert_parallel_size: int = 1,
         *,
         device_type: str | None = None,
-        nccl: NcclOptions | str = "hidden",
+        nccl: NcclOptions | str = "balanced",
     ) -> ProcessGroups:
         """Make the groups over the default process group. A collective: every rank calls it.
 

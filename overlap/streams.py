@@ -32,13 +32,18 @@ class Streams:
         module = torch.get_device_module(device)
         self.current = module.current_stream
         self._module = module
+        self._sides: dict[str, Any] = {}
         self._has_events = device.type != "cpu"
         self._capturing = getattr(module, "is_current_stream_capturing", None)
 
-    def side(self) -> Any:
-        """A stream beside the current one, whose kernels are placed first (on a CPU: the only
-        stream there is)."""
-        return self._module.Stream(priority=-1) if self._has_events else self.current()
+    def side(self, name: str) -> Any:
+        """The stream of that name beside the current one, whose kernels are placed first (on a CPU:
+        the only stream there is). Few of them: streams share the hardware's queues."""
+        if not self._has_events:
+            return self.current()
+        if name not in self._sides:
+            self._sides[name] = self._module.Stream(priority=-1)
+        return self._sides[name]
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make ``stream`` the current one meanwhile."""

@@ -8,6 +8,7 @@ TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from overlap import collectives
 from overlap.errors import TransportError
 from overlap.layout import digest
 
-__all__ = ["Region", "allocate", "check_reachable"]
+__all__ = ["Region", "allocate", "obstacle"]
 
 # How long a rank's device waits for a peer before it gives up (and takes its process along).
 _TIMEOUT_MS = 10 * 60 * 1000
@@ -79,41 +80,32 @@ def allocate(
         ) from error
 
 
-def check_reachable(device: torch.device, group: dist.ProcessGroup) -> None:
-    """Refuse a group whose ranks cannot read each other's memory. A collective, with one outcome on
-    all ranks.
-
-    Raises:
-        TransportError: It is not on GPUs, or on several nodes, or two of the GPUs are no peers.
-    """
+def obstacle(device: torch.device, group: dist.ProcessGroup) -> str | None:
+    """Say why the ranks of ``group`` cannot read each other's memory, or return None where they
+    can. A collective, with the same answer on all ranks."""
     if device.type != "cuda":
-        raise TransportError(
-            f'the transport "copy_engine" needs GPUs, and the model is on {device.type}: use '
-            '"collective"'
-        )
+        return f"the model is on {device.type}, not on GPUs"
+    if importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        return f"torch {torch.__version__} has no symmetric memory"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    identity = digest([str(getattr(torch.cuda.get_device_properties(index), "uuid", index))])
     table = collectives.exchange(
-        [_node(), torch.cuda.current_device() if device.index is None else device.index],
-        group,
-        device,
-        "the exchange of the ranks' places",
+        [_node(), identity, index], group, device, "the exchange of the ranks' places"
     )
     ranks = dist.get_process_group_ranks(group)
-    elsewhere = [rank for rank, (node, _) in zip(ranks, table, strict=True) if node != table[0][0]]
+    elsewhere = [rank for rank, row in zip(ranks, table, strict=True) if row[0] != table[0][0]]
     if elsewhere:
-        raise TransportError(
-            f'the transport "copy_engine" stays inside one node, and ranks {elsewhere} are on '
-            f'another than rank {ranks[0]}: use "collective"'
-        )
-    strangers = _strangers([index for _, index in table])
+        return f"ranks {elsewhere} are on another node than rank {ranks[0]}"
+    if len({row[1] for row in table}) < len(table):
+        return "ranks share a GPU"
+    strangers = _strangers([row[2] for row in table])
     if strangers:
-        raise TransportError(
-            f'the transport "copy_engine" needs GPUs that read each other\'s memory, and '
-            f'cuda:{strangers[0]} cannot read that of cuda:{strangers[1]}: use "collective"'
-        )
+        return f"cuda:{strangers[0]} cannot read the memory of cuda:{strangers[1]}"
+    return None
 
 
 def _strangers(devices: Sequence[int]) -> tuple[int, int] | None:
-    """The first two that are no peers; a device hidden by CUDA_VISIBLE_DEVICES counts as one."""
+    """The first two that are no peers; what CUDA_VISIBLE_DEVICES hides cannot be told."""
     count = torch.cuda.device_count()
     for one in devices:
         for other in devices:

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from profiling.checks import Report, Row, check
     from profiling.effectiveness import Effective, effective
     from profiling.findings import Finding, FindingKind
+    from profiling.json_output import to_json
     from profiling.loading import LoadError, load
-    from profiling.output import to_json, to_text
     from profiling.recording import Recorder, record
     from profiling.rules import Iterations, Rule, RuleError, built_in, read_rules
     from profiling.steps import NotComparableError
+    from profiling.text import to_text
     from profiling.trace import Profile, Trace
     from profiling.understanding import Reading, read
     from profiling.verdicts import Verdict
@@ -56,7 +57,8 @@ _MODULES = {
     "effectiveness": ("Effective", "effective"),
     "findings": ("Finding", "FindingKind"),
     "loading": ("LoadError", "load"),
-    "output": ("to_json", "to_text"),
+    "json_output": ("to_json",),
+    "text": ("to_text",),
     "understanding": ("Reading", "read"),
     "recording": ("Recorder", "record"),
     "rules": ("Iterations", "Rule", "RuleError", "built_in", "read_rules"),

@@ -15,6 +15,7 @@ from profiling.effectiveness import Effective, against, effective
 from profiling.evidence import FEWEST, STRAGGLER, Evidence, collect
 from profiling.findings import Finding, FindingKind, advise, bad_ranks
 from profiling.metrics import exposed_communication
+from profiling.overview import DeviceOverview, overview
 from profiling.rules import BUILT_IN, THRESHOLD, Iterations, Rule
 from profiling.slowdown import slowdown
 from profiling.trace import Profile
@@ -84,6 +85,7 @@ class Report:
         bounds: The least that an iteration could leave exposed.
         effective: What the run saves against its baseline; None without one.
         clocks: Rank -> how far its clock is from the lowest rank's; None where nothing tells.
+        devices: Rank -> what each device did, then all together; empty without a device.
     """
 
     path: str
@@ -94,6 +96,7 @@ class Report:
     bounds: tuple[Bound, ...]
     effective: Effective | None
     clocks: dict[str, Offset | None]
+    devices: dict[str, tuple[DeviceOverview, ...]]
 
     @property
     def verdict(self) -> Verdict:
@@ -131,10 +134,11 @@ def check(
             for evidence in collect(rule, ranks, transfers, iterations)
         ),
         notes=reading.notes,
-        exposed_ms=exposed_communication([rank.attribution for rank in ranks]),
+        exposed_ms=exposed_communication([rank.attribution for rank in ranks], iterations),
         bounds=bounds(reading, iterations),
         effective=saving,
         clocks={f"rank {rank}": offset for rank, offset in transfers.offsets.items()},
+        devices={rank.trace.label: overview(rank.trace, rank.attribution.work) for rank in ranks},
     )
 
 
@@ -156,6 +160,8 @@ def judge(
         verdict = Verdict.of_all([_verdict(evidence), _saves(rule, saving)])
         asked = rule.min_hidden or rule.min_spread or THRESHOLD
         findings = list(advise(evidence, asked, verdict is Verdict.FAIL))
+        if verdict is Verdict.INCONCLUSIVE and not _hides(evidence):
+            findings = [_unclaimed(evidence)]
         findings += _not_effective(evidence, saving, slower)
         if rule.min_effective is not None and saving is None:
             findings.append(Finding(FindingKind.NO_BASELINE, "min_effective needs a baseline"))
@@ -184,18 +190,25 @@ def judge(
 def _verdict(evidence: Evidence) -> Verdict:
     """Return whether what counts is within the rule's bounds, on every rank."""
     rule = evidence.rule
-    hidden, spread = evidence.hidden, evidence.spread
-    assert hidden is not None
-    assert spread is not None
     exposed, wait = evidence.mean_ms("exposed"), evidence.mean_ms("wait")
     within = (
-        rule.min_hidden is None
-        or (hidden >= rule.min_hidden and not bad_ranks(evidence, rule.min_hidden)),
-        rule.min_spread is None or spread[0] >= rule.min_spread,
         rule.max_exposed_ms is None or (exposed or 0) <= rule.max_exposed_ms,
         rule.max_wait_ms is None or (wait or 0) <= rule.max_wait_ms,
     )
-    return Verdict.PASS if all(within) else Verdict.FAIL
+    if not all(within) or not _hides(evidence.at_best):
+        return Verdict.FAIL
+    return Verdict.PASS if _hides(evidence) else Verdict.INCONCLUSIVE
+
+
+def _hides(evidence: Evidence) -> bool:
+    """Return whether as much is hidden as the rule asks for."""
+    rule, hidden, spread = evidence.rule, evidence.hidden, evidence.spread
+    assert hidden is not None
+    assert spread is not None
+    if rule.min_spread is not None and spread[0] < rule.min_spread:
+        return False
+    asked = rule.min_hidden
+    return asked is None or (hidden >= asked and not bad_ranks(evidence, asked))
 
 
 def _saves(rule: Rule, saving: Effective | None) -> Verdict:
@@ -231,8 +244,14 @@ def _cannot_tell(evidence: Evidence) -> Finding | None:
     if not layer:
         return Finding(
             FindingKind.NOT_RECORDED,
-            f"nothing in the profile is a {rule.collective} (and no expert layer that should have "
-            "one): record a whole step of a model that is wrapped by the overlap engine",
+            f"no collective of the profile is called {rule.collective}, and it has no expert layer "
+            "that should have one: record a whole step of a model that the overlap engine wraps, "
+            "or write a rule for what is there",
+        )
+    if not issued and evidence.left_out:
+        return Finding(
+            FindingKind.TOO_FEW,
+            f"all {evidence.left_out} that were recorded are outside of the iterations asked for",
         )
     if not issued:
         return Finding(
@@ -265,6 +284,15 @@ def _cannot_tell(evidence: Evidence) -> Finding | None:
             "iterations",
         )
     return None
+
+
+def _unclaimed(evidence: Evidence) -> Finding:
+    """Return the finding where kernels of which nobody knows the stage could turn the verdict."""
+    return Finding(
+        FindingKind.IN_DOUBT,
+        f"{evidence.hidden or 0:.0%} of it is hidden, but up to {evidence.at_best.hidden or 0:.0%} "
+        "could be: kernels ran beside it of which no launch says whether they are the stage's",
+    )
 
 
 def _outliers(evidence: Evidence) -> Finding | None:

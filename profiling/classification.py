@@ -19,6 +19,7 @@ from profiling.names import (
     is_collective_call,
     is_communication_kernel,
     is_peer_copy,
+    is_signal,
     is_within_devices,
 )
 from profiling.nesting import Outermost
@@ -80,8 +81,12 @@ def has_device_work(trace: Trace) -> bool:
 def gloo_ranges(trace: Trace) -> npt.NDArray[np.int64]:
     """Return the events that are a CPU collective's own account of itself, by start: gloo's, or
     those of `overlap.emulation`."""
-    accounts = ("gloo:", emulated())
-    return _by_name(trace, trace.of(Category.ANNOTATION), lambda name: name.startswith(accounts))
+    return _annotations(trace, "gloo:", emulated())
+
+
+def _annotations(trace: Trace, *beginnings: str) -> npt.NDArray[np.int64]:
+    annotations = trace.of(Category.ANNOTATION)
+    return _by_name(trace, annotations, lambda name: name.startswith(beginnings))
 
 
 def c10d_calls(trace: Trace) -> npt.NDArray[np.int64]:
@@ -106,7 +111,9 @@ def classify(trace: Trace, launches: Launches | None = None) -> npt.NDArray[np.i
         work[_by_name(trace, kernels, is_communication_kernel)] = Work.COMMUNICATION
         work[trace.category == Category.MEMCPY] = Work.COPY
         work[trace.category == Category.MEMSET] = Work.MEMSET
-        _mark_unnamed(trace, work, launches or Launches(trace))
+        launches = launches or Launches(trace)
+        _mark_emulated(trace, work, launches)
+        _mark_unnamed(trace, work, launches)
         return work
     operators = _by_name(trace, trace.of(Category.CPU_OP), is_compute_operator)
     gloo = gloo_ranges(trace)
@@ -116,57 +123,65 @@ def classify(trace: Trace, launches: Launches | None = None) -> npt.NDArray[np.i
     return work
 
 
+def _mark_emulated(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
+    """Change ``work`` of what an emulated collective launched, copies from the host included."""
+    ranges = Outermost(trace, _annotations(trace, emulated()))
+    if len(ranges.events):
+        launch, events = launches.pairs()
+        owner = ranges.at(trace.lane[launch], trace.start[launch])
+        work[events[owner >= 0]] = Work.COMMUNICATION
+
+
 def _mark_unnamed(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> None:
     """Change ``work`` of what a collective launched, though its name does not say so.
 
     That is a kernel or a copy on a stream of its own, or a copy to a peer on any. What a call
     launches on a stream that computes packs or casts for the collective, and a call that launched
-    a known kernel has its collective; both stay as they are.
+    a known kernel that moves data has its collective; both stay as they are.
     """
     cpu = np.flatnonzero(trace.category <= Category.ANNOTATION)
     calls = Outermost(trace, _by_name(trace, cpu, is_collective_call))
     if not len(calls.events):
         return
-    launch = launches.call_of()
-    events = np.flatnonzero(launch >= 0)
-    owner = calls.at(trace.lane[launch[events]], trace.start[launch[events]])
-    aside = _side_streams(trace, work, launch, events[owner < 0])
-    events, owner = events[owner >= 0], owner[owner >= 0]
+    launch, events = launches.pairs()
+    owner = calls.at(trace.lane[launch], trace.start[launch])
+    inside = owner >= 0
+    computing = _computing_streams(trace, work, launches, np.unique(events[inside]))
+    events, owner = events[inside], owner[inside]
 
     known = np.zeros(len(calls.events), bool)
-    known[owner[work[events] == Work.COMMUNICATION]] = True
+    signals = np.isin(events, _by_name(trace, events, is_signal))
+    known[owner[(work[events] == Work.COMMUNICATION) & ~signals]] = True
     events = events[~known[owner]]
     copies = events[work[events] == Work.COPY]
     kernels = events[work[events] == Work.COMPUTE]
     moved = np.union1d(kernels, _by_name(trace, copies, is_within_devices))
-    work[moved[aside(moved)]] = Work.COMMUNICATION
+    work[moved[~np.isin(_stream(trace, moved), computing)]] = Work.COMMUNICATION
     work[_by_name(trace, copies, is_peer_copy)] = Work.COMMUNICATION
 
 
-def _side_streams(
+def _computing_streams(
     trace: Trace,
     work: npt.NDArray[np.int8],
-    launch: npt.NDArray[np.int64],
-    events: npt.NDArray[np.int64],
-) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]:
-    """Return a test for events on streams that do not compute.
-
-    A stream computes if a stage runs on it; without stages in the trace, if anything does.
+    launches: Launches,
+    collective: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Return the streams that compute: those of stages, or where none is known, of any kernel.
 
     Args:
-        launch: The launch of each event of the trace.
-        events: What was launched outside of any collective.
+        collective: What collectives launched, which does not count.
     """
-    computing = events[work[events] == Work.COMPUTE]
     stages = Outermost(
-        trace,
-        _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage),
+        trace, _by_name(trace, np.flatnonzero(trace.category == Category.ANNOTATION), is_stage)
     )
-    if len(stages.events):
-        calls = launch[computing]
-        computing = computing[stages.at(trace.lane[calls], trace.start[calls]) >= 0]
-    busy = np.unique(_stream(trace, computing))
-    return lambda tested: ~np.isin(_stream(trace, tested), busy)
+    launch, events = launches.pairs()
+    staged = events[stages.at(trace.lane[launch], trace.start[launch]) >= 0]
+    for candidates in (staged, np.flatnonzero(work == Work.COMPUTE)):
+        kernels = candidates[work[candidates] == Work.COMPUTE]
+        kernels = kernels[~np.isin(kernels, collective)]
+        if len(kernels):
+            return np.unique(_stream(trace, kernels))
+    return np.zeros(0, np.int64)
 
 
 def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -144,7 +144,8 @@ class Columns:
             args = event.args
             if args.collective or (args.dims and event.name.startswith(COLLECTIVE)):
                 self._details[index] = _details(event)
-        start = np.rint(ts * 1000).astype(np.int64)
+        whole = np.floor(ts)  # apart, for microseconds since 1970 have no ns digits in a float
+        start = whole.astype(np.int64) * 1000 + np.rint((ts - whole) * 1000).astype(np.int64)
         names, lanes = self._names, self._lanes
         part = {
             "start": start,

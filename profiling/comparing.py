@@ -25,8 +25,8 @@ from profiling.understanding import Reading
 __all__ = ["Change", "Diff", "Entry", "diff"]
 
 LEAST = 0.01
-# Figure -> whether more of it is better.
-_FIGURES = {"hidden": True, "exposed_ms": False, "wait_ms": False, "duration_ms": False}
+# Figure -> whether more of it is better; None where it depends: beside compute all takes longer.
+_FIGURES = {"hidden": True, "exposed_ms": False, "wait_ms": False, "duration_ms": None}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Change:
         before, after: Medians over the occurrences.
         spread: The wider interquartile range of the two.
         beyond: Whether the change is larger than the spread.
-        better: Whether it is one for the better; None where it is not beyond the spread.
+        better: Whether it is one for the better; None where it is not beyond the spread, and for
+            a duration.
     """
 
     figure: str
@@ -159,11 +160,12 @@ def _change(
     figure: str,
     old: npt.NDArray[np.float64],
     new: npt.NDArray[np.float64],
-    more_is_better: bool,
+    more_is_better: bool | None,
 ) -> Change:
     before, after = float(np.median(old)), float(np.median(new))
     spread = max(float(np.subtract(*np.quantile(values, [0.75, 0.25]))) for values in (old, new))
     least = LEAST * (1 if figure == "hidden" else max(before, after))
     beyond = abs(after - before) > max(spread, least)
-    better = (after > before) is more_is_better if beyond else None
+    known = beyond and more_is_better is not None
+    better = (after > before) is more_is_better if known else None
     return Change(figure, before, after, spread, beyond, better)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from profiling.attributed import Found
+from profiling.attributed import NO_EVENTS, Found
 from profiling.classification import Work
 from profiling.intervals import Intervals, union
 from profiling.launches import Launches
@@ -85,14 +85,18 @@ class Device:
     ) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
         """Return the compute kernels that may be any stage's, and what to say about them.
 
+        They have no launch, or share a correlation with others without a stage of their own.
+
+
         Args:
             stages: The kernels of each stage run.
         """
         missing = self._launches.missing
         graphs = self._launches.of_graphs()
-        claimed = np.unique(np.concatenate([*stages, np.zeros(0, np.int64)]))
+        claimed = np.unique(np.concatenate([*stages, NO_EVENTS]))
         loose = np.setdiff1d(graphs[self._work[graphs] == Work.COMPUTE], claimed)
-        lost = missing[self._work[missing] == Work.COMPUTE]
+        lost = np.union1d(missing, self._launches.in_company)
+        lost = np.setdiff1d(lost[self._work[lost] == Work.COMPUTE], claimed)
         notes = []
         if len(missing):
             notes.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = ["FEWEST", "LONG", "STRAGGLER", "Evidence", "collect"]
 
 FEWEST = 2  # occurrences; one alone decides nothing
 STRAGGLER = 5.0  # times the siblings' median
+JOINED_LATE = "in the first iteration, which a rank joined late"
 LONG = "far longer than the others, as when a rank is late or starved"
 
 
@@ -30,7 +31,8 @@ class Evidence:
 
     Attributes:
         layer: Empty where the profile has nothing that the rule is about.
-        issued: What the rule is about.
+        issued: What the rule is about, in the iterations that count.
+        left_out: How many were in other iterations.
         found: How many of them left something to measure.
         kept: What counts.
         aside: Reason -> how many do not.
@@ -41,6 +43,7 @@ class Evidence:
     rule: Rule
     layer: str
     issued: tuple[Subject, ...]
+    left_out: int
     found: int
     kept: tuple[Occurrence, ...]
     aside: dict[str, int]
@@ -59,6 +62,12 @@ class Evidence:
     def hidden(self) -> float | None:
         """Share of the time of what is kept that was hidden, 0 to 1; None without any."""
         return share(self.kept)
+
+    @cached_property
+    def at_best(self) -> Evidence:
+        """The same, if the kernels of which nobody knows the stage were these stages'."""
+        kept = (replace(one, hidden=one.hidden + one.unclaimed) for one in self.kept)
+        return replace(self, kept=tuple(kept))
 
     @cached_property
     def spread(self) -> tuple[float, float] | None:
@@ -113,16 +122,15 @@ def collect(
             if rule.expects(own) and rule.hides(stage.span.kind, own, own):
                 by_layer[own] += []
         for subject in rank.subjects:
-            if choosy and subject.iteration not in chosen:
-                continue
             for layer, labels in subject.labels.items():
                 if rule.about_layer(layer) and rule.about(labels):
                     by_layer[layer].append(subject)
+    wanted = frozenset(chosen) if choosy else None
     first = min(chosen, default=None)
     return [
-        _evidence(rule, layer, by_layer[layer], ranks, transfers, first)
+        _evidence(rule, layer, by_layer[layer], ranks, transfers, wanted, first)
         for layer in sorted(by_layer, key=_natural)
-    ] or [Evidence(rule, "", (), 0, (), {}, (), first)]
+    ] or [Evidence(rule, "", (), 0, 0, (), {}, (), first)]
 
 
 def _numbers(rank: RankFacts) -> list[int]:
@@ -133,11 +141,14 @@ def _numbers(rank: RankFacts) -> list[int]:
 def _evidence(
     rule: Rule,
     layer: str,
-    issued: Sequence[Subject],
+    subjects: Sequence[Subject],
     ranks: Sequence[RankFacts],
     transfers: Transfers,
+    wanted: frozenset[int] | None,
     first: int | None,
 ) -> Evidence:
+    """Return the evidence on one layer; all iterations count where ``wanted`` is None."""
+    issued = [one for one in subjects if wanted is None or one.iteration in wanted]
     runs = {
         rank: tuple(
             stage
@@ -155,9 +166,17 @@ def _evidence(
             if rule.stage == ANY:
                 busy = rank.attribution.compute.get(device, EMPTY)
             measured.append(measure(subject, busy, runs[rank], transfers))
-    kept, aside = _set_aside(measured)
-    every = tuple((rank, stage) for rank in ranks for stage in runs[rank])
-    return Evidence(rule, layer, tuple(issued), len(measured), tuple(kept), aside, every, first)
+    kept, aside = _set_aside(measured, transfers.joined_late)
+    every = tuple(
+        (rank, stage)
+        for rank in ranks
+        for stage in runs[rank]
+        if wanted is None or stage.iteration in wanted
+    )
+    left_out = len(subjects) - len(issued)
+    return Evidence(
+        rule, layer, tuple(issued), left_out, len(measured), tuple(kept), aside, every, first
+    )
 
 
 def _busy(runs: Sequence[Stage]) -> Intervals:
@@ -167,10 +186,22 @@ def _busy(runs: Sequence[Stage]) -> Intervals:
     return union(rows[:, 0], rows[:, 1])
 
 
-def _set_aside(measured: list[Occurrence]) -> tuple[list[Occurrence], dict[str, int]]:
-    """Return the occurrences that speak about the schedule, and why how many others do not."""
-    aside = Counter(one.aside for one in measured if one.aside)
-    kept = [one for one in measured if not one.aside]
+def _set_aside(
+    measured: list[Occurrence], joined_late: int | None
+) -> tuple[list[Occurrence], dict[str, int]]:
+    """Return the occurrences that speak about the schedule, and why how many others do not.
+
+    Args:
+        joined_late: Number of the iteration that a rank joined late, if one did.
+    """
+    aside: Counter[str] = Counter()
+    kept = []
+    for one in measured:
+        late = joined_late is not None and one.subject.iteration == joined_late
+        if reason := one.aside or (JOINED_LATE if late else ""):
+            aside[reason] += 1
+        else:
+            kept.append(one)
     if len(kept) > FEWEST:
         longest = STRAGGLER * statistics.median(one.transfer for one in kept)
         usual = [one for one in kept if one.transfer <= longest]

@@ -8,40 +8,27 @@ own, and that one writes text, never markup.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from profiling.attribution import Attribution
-from profiling.timeline import Timeline, encode, timeline
+from profiling.drawing import draw
+from profiling.html_tables import by_check, by_layer, whole_run
+from profiling.markup import icon, listed, tone, verdict_mark
+from profiling.timeline import Timeline, encode
+from profiling.understanding import Reading
+from profiling.writing import write
 
 if TYPE_CHECKING:
-    from profiling.checks import Report, Row
-    from profiling.verdicts import Verdict
+    from profiling.checks import Report
 
 __all__ = ["write_html"]
 
-# What has a place of its own on the page; every other field of a row is a column.
-NO_COLUMN = {"check", "layer", "verdict", "findings", "set_aside", "inferred"} | {
-    "bounds",
-    "threshold",
-}
-SHARES = {"hidden", "spread"}
-HEADINGS = {"occurrences": "n"}
-
-# Drawn in the text's colour; the shapes differ, for those to whom the colours do not.
-ICONS = {
-    "PASS": '<circle cx="8" cy="8" r="7"/><path d="m4.5 8.3 2.4 2.4 4.6-5"/>',
-    "FAIL": '<path d="M5 1h6l4 4v6l-4 4H5l-4-4V5z"/><path d="m5.3 5.3 5.4 5.4m0-5.4-5.4 5.4"/>',
-    "INCONCLUSIVE": '<path d="M8 1.2 15 14H1z"/><path d="M8 6v3.6M8 11.4v.9"/>',
-}
 SAYS = {
     "PASS": "Every collective that was checked is hidden.",
     "FAIL": "Not every collective that was checked is hidden.",
@@ -49,28 +36,37 @@ SAYS = {
 }
 
 
-def write_html(report: Report, ranks: Sequence[Attribution], path: str | Path) -> None:
-    """Write ``report`` as one page that needs nothing else, with the timeline of ``ranks``.
+def write_html(report: Report, reading: Reading, path: str | Path) -> None:
+    """Write ``report`` as one page that needs nothing else, with a timeline.
 
     Args:
         report: What `check` returned.
-        ranks: The traces that it judged, attributed.
+        reading: What it judged.
         path: The file to write; an existing one is replaced.
 
     Raises:
-        OSError: It cannot be written.
+        WriteError: It cannot be written.
     """
-    shown = timeline(ranks)
+    shown = draw(reading)
     script = _part("page.js")
     page = Template(_part("page.html")).substitute(
         policy=_policy(script),
         title=escape(f"{report.verdict.value}: {report.path}"),
         style=_part("page.css"),
-        body="\n".join((*_summary(report), *_findings(report), *_tables(report), *_drawn(shown))),
+        body="\n".join(
+            itertools.chain(
+                _summary(report),
+                _findings(report),
+                by_layer(report),
+                whole_run(report),
+                _notes(report),
+                _drawn(shown),
+            )
+        ),
         data=_harmless(encode(shown)),
         script=script,
     )
-    Path(path).write_text(page, encoding="utf-8")
+    write(path, page)
 
 
 def _part(name: str) -> str:
@@ -102,131 +98,52 @@ def _summary(report: Report) -> Iterator[str]:
     many = f"{report.ranks} {'rank' if report.ranks == 1 else 'ranks'}"
     yield (
         "<nav><strong>moe-trace report</strong>"
-        '<a href="#findings">Findings</a><a href="#layers">Layers</a>'
+        '<a href="#findings">Findings</a><a href="#layers">Layers</a><a href="#run">Whole run</a>'
         '<a href="#when">Timeline</a><button id="theme" type="button">Dark</button></nav>'
     )
-    yield f'<header class="{_tone(verdict)}"><h1>{_icon(verdict)} {verdict.value}</h1>'
+    yield f'<header class="{tone(verdict)}"><h1>{icon(verdict)} {verdict.value}</h1>'
     yield f"<p>{SAYS[verdict.value]}</p>"
     yield f'<p class="soft"><code>{escape(report.path)}</code> · {many}</p></header>'
     yield '<ul class="checks">'
-    for title, rows in _by_check(report):
+    for title, rows in by_check(report):
         overall = type(verdict).of_all(row.verdict for row in rows)
         bounds = escape(rows[0].bounds)
         good = sum(row.verdict.value == "PASS" for row in rows)
         yield (
-            f'<li class="{_tone(overall)}">{_verdict(overall)}<h3>{escape(title)}</h3>'
+            f'<li class="{tone(overall)}">{verdict_mark(overall)}<h3>{escape(title)}</h3>'
             f'<p class="soft">{good} of {len(rows)} {"layer" if len(rows) == 1 else "layers"} '
             f"pass, {bounds}</p></li>"
         )
     yield "</ul>"
-    if exposed := [ms for per_rank in report.exposed_ms.values() for ms in per_rank]:
-        yield (
-            f'<p class="exposed-total">Exposed communication: <strong>'
-            f"{statistics.fmean(exposed):.1f} ms</strong> per iteration and rank "
-            f'<span class="soft">({min(exposed):.1f} to {max(exposed):.1f})</span></p>'
-        )
-
-
-def _by_check(report: Report) -> list[tuple[str, list[Row]]]:
-    return [(title, list(rows)) for title, rows in groupby(report.rows, key=lambda row: row.check)]
-
-
-def _tone(verdict: Verdict) -> str:
-    return verdict.value.lower()
-
-
-def _icon(verdict: Verdict) -> str:
-    return (
-        '<svg class="icon" viewBox="0 0 16 16" fill="none" stroke="currentColor" '
-        f'stroke-width="1.6" aria-hidden="true">{ICONS[verdict.value]}</svg>'
-    )
-
-
-def _verdict(verdict: Verdict) -> str:
-    return f'<span class="verdict">{_icon(verdict)}{verdict.value}</span>'
 
 
 def _findings(report: Report) -> Iterator[str]:
     yield '<h2 id="findings">Findings</h2>'
-    told = [row for row in report.rows if row.finding]
-    if told:
+    found = [(row, finding) for row in report.rows for finding in row.findings]
+    if found:
         yield '<ul class="findings">'
-        for row in told:
+        for row, finding in found:
             yield (
-                f'<li class="{_tone(row.verdict)}">{_icon(row.verdict)}<div>'
-                f"<h3>{escape(row.layer or '-')}</h3><p>{escape(row.finding)}</p>"
-                f'<p class="soft">{escape(row.check)}</p></div></li>'
+                f'<li class="{tone(row.verdict)}">{icon(row.verdict)}<div>'
+                f"<h3>{escape(row.layer or row.check)}"
+                f'<span class="mark">{escape(finding.kind.value)}</span></h3>'
+                f"<p>{escape(finding.text)}</p>"
+                f'<p class="soft">{escape(row.check) if row.layer else ""}</p></div></li>'
             )
         yield "</ul>"
     else:
         yield '<p class="soft">None.</p>'
+
+
+def _notes(report: Report) -> Iterator[str]:
+    if any(row.inferred for row in report.rows):
+        yield (
+            '<p class="soft aside">Rows marked <span class="mark">inferred</span> rest on what was '
+            "concluded about which parameter a collective moves, not on what the run recorded.</p>"
+        )
     if report.notes:
         yield '<h2 id="notes">Notes on the input</h2>'
-        yield _listed(report.notes)
-
-
-def _listed(notes: Iterable[str]) -> str:
-    return f'<ul class="notes">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>'
-
-
-# Tables
-
-
-def _tables(report: Report) -> Iterator[str]:
-    yield '<h2 id="layers">Layers</h2>'
-    for title, rows in _by_check(report):
-        names = [field.name for field in dataclasses.fields(rows[0])]
-        names = [name for name in names if name not in NO_COLUMN]
-        yield f"<h3>{escape(title)}</h3>"
-        yield f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table>'
-        heads = "".join(f'<th scope="col">{_heading(name)}</th>' for name in names)
-        yield (
-            f'<thead><tr><th scope="col">layer</th>{heads}'
-            '<th scope="col">verdict</th></tr></thead><tbody>'
-        )
-        for row in rows:
-            cells = "".join(_cell(name, getattr(row, name), row.threshold) for name in names)
-            mark = '<span class="mark">inferred</span>' if getattr(row, "inferred", False) else ""
-            yield (
-                f'<tr class="{_tone(row.verdict)}"><th scope="row">{escape(row.layer or "-")}{mark}'
-                f"</th>{cells}<td>{_verdict(row.verdict)}</td></tr>"
-            )
-        yield "</tbody></table></div>"
-        aside = [
-            f"{row.layer}: {count} set aside, {reason}"
-            for row in rows
-            for reason, count in row.set_aside.items()
-        ]
-        if aside:
-            yield f'<div class="soft aside">{_listed(aside)}</div>'
-
-
-def _heading(name: str) -> str:
-    return escape(HEADINGS.get(name, name.removesuffix("_ms").replace("_", " ")))
-
-
-def _cell(name: str, value: Any, threshold: float | None) -> str:
-    text = escape(_text(name, value))
-    if name == "hidden" and value is not None:
-        mark = "" if threshold is None else f'<b style="left:{threshold:.1%}"></b>'
-        return (
-            f'<td><span class="bar" aria-hidden="true"><i style="width:{value:.1%}"></i>'
-            f'{mark}</span><span class="share">{text}</span></td>'
-        )
-    return f'<td class="text">{text}</td>' if isinstance(value, str) else f"<td>{text}</td>"
-
-
-def _text(name: str, value: Any) -> str:
-    """Return a field's value as people read it: the name says the unit."""
-    if value is None:
-        return "-"
-    if isinstance(value, tuple):
-        return " to ".join(_text(name, part) for part in value)
-    if name.endswith("_ms"):
-        return f"{value:.2f} ms"
-    if name in SHARES:
-        return f"{value:.1%}"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+        yield listed(report.notes)
 
 
 # Timeline
@@ -272,4 +189,4 @@ def _drawn(shown: Timeline) -> Iterator[str]:
         swatches.append('<li><i class="exposed"></i>exposed: nothing computed</li>')
     yield f'<ul class="legend">{"".join(swatches)}</ul>'
     if shown.notes:
-        yield f'<div class="soft aside">{_listed(shown.notes)}</div>'
+        yield f'<div class="soft aside">{listed(shown.notes)}</div>'

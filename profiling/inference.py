@@ -40,6 +40,7 @@ class Call(NamedTuple):
         elements: Of the whole message: what a gather leaves, what a reduction starts from.
         start, end, lane: Its call on a CPU thread, in nanoseconds.
         events: int64 indices of what it ran on the device.
+        details: What c10d recorded of it.
     """
 
     kind: Kind
@@ -49,6 +50,7 @@ class Call(NamedTuple):
     end: int
     lane: int
     events: npt.NDArray[np.int64]
+    details: Details
 
     @property
     def size(self) -> tuple[int, int]:
@@ -64,10 +66,12 @@ def calls(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> list[
         if details.collective and trace.category[event] == Category.CPU_OP
     ]
     around = Outermost(trace, np.array(records, np.int64))
-    events = np.flatnonzero(work == Work.COMMUNICATION)
-    launch = launches.call_of()[events]
-    events, launch = events[launch >= 0], launch[launch >= 0]
+    launch, events = launches.pairs()
+    communicates = work[events] == Work.COMMUNICATION
+    launch, events = launch[communicates], events[communicates]
     rows = around.at(trace.lane[launch], trace.start[launch])
+    recorded = (rows >= 0) | ~np.isin(events, events[rows >= 0])
+    launch, events, rows = launch[recorded], events[recorded], rows[recorded]
     parts: defaultdict[tuple[int, Details], list[int]] = defaultdict(list)
     for event, call, row in zip(events.tolist(), launch.tolist(), rows.tolist(), strict=True):
         owner = call if row < 0 else int(around.events[row])
@@ -79,7 +83,7 @@ def calls(trace: Trace, work: npt.NDArray[np.int8], launches: Launches) -> list[
         message = _message(details)
         if message is not None:
             when = int(trace.start[owner]), int(trace.end[owner]), int(trace.lane[owner])
-            found.append(Call(*message, *when, np.array(moved, np.int64)))
+            found.append(Call(*message, *when, np.array(moved, np.int64), details))
     return sorted(found, key=lambda call: call.start)
 
 
@@ -107,7 +111,7 @@ def collectives(
     stages: Sequence[Stage],
     iterations: Sequence[Span],
     assumptions: Assumptions | None,
-    busy: Callable[[npt.NDArray[np.int64]], Found],
+    busy: Callable[[npt.NDArray[np.int64], Iterable[Details]], Found],
 ) -> tuple[list[Collective], list[str]]:
     """Return the collectives of expert weights by start, and notes on what is left out.
 
@@ -115,7 +119,7 @@ def collectives(
         found: The calls of the trace.
         stages: The stages' runs, with their layers.
         assumptions: What the user says; if nothing, the sizes have to tell.
-        busy: What the device's events of one collective say about it.
+        busy: What the device's events of one collective say about it, and c10d's record of it.
     """
     order = _Order(stages, iterations, assumptions)
     if not order.layers or not found:
@@ -154,7 +158,7 @@ def collectives(
                     iteration,
                     0,
                     None,
-                    busy(call.events),
+                    busy(call.events, [call.details]),
                     source,
                 )
                 for call, layer, iteration in placed

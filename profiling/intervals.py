@@ -72,6 +72,9 @@ def subtract(a: Intervals, b: Intervals) -> Intervals:
     b = _near(a, b)
     if not len(b):
         return a
+    b = b[np.searchsorted(b[:, 1], a[0, 0]) : np.searchsorted(b[:, 0], a[-1, 1])]  # what is near
+    if not len(b):
+        return a
     low, high = min(a[0, 0], b[0, 0]), max(a[-1, 1], b[-1, 1])
     gaps = np.stack((np.append(low, b[:, 1]), np.append(b[:, 0], high)), axis=1)
     return intersect(a, gaps[gaps[:, 0] < gaps[:, 1]])

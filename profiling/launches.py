@@ -25,10 +25,10 @@ class Launches:
     Attributes:
         calls: int64 indices of the launches, by thread and then by start.
         missing: int64 indices of the device's events that no launch of the trace belongs to.
+        in_company: int64 indices of the device's events whose correlation others have, too.
     """
 
     def __init__(self, trace: Trace) -> None:
-        self._trace = trace
         work = np.flatnonzero(trace.category >= Category.KERNEL)
         work = work[np.argsort(trace.correlation[work], kind="stable")]
         done = trace.correlation[work]
@@ -38,6 +38,7 @@ class Launches:
         calls = _without_inner(trace, calls)
         self.calls = calls[np.lexsort((trace.start[calls], trace.lane[calls]))]
         self._lane, self._start = trace.lane[self.calls], trace.start[self.calls]
+        self._name, self._names = trace.name[self.calls], trace.names
 
         called = trace.correlation[self.calls]
         begin = np.searchsorted(done, called, side="left")
@@ -48,6 +49,9 @@ class Launches:
         kept = _tell_apart(trace, self.calls[row], event)
         self._row, self._event = row[kept], event[kept]
         self.missing = np.setdiff1d(work, self._event)
+        same = np.concatenate((np.diff(done) == 0, [False]))
+        company = (same | np.roll(same, 1)) & (done >= 0)
+        self.in_company = np.sort(work[company])
         self._by_start = np.argsort(self._start, kind="stable")
 
     def inside(self, lane: int, start: int, end: int) -> npt.NDArray[np.int64]:
@@ -66,17 +70,17 @@ class Launches:
         pairs = np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)
         return np.unique(self._event[pairs])
 
-    def call_of(self) -> npt.NDArray[np.int64]:
-        """Return the launch of each event of the trace, int64 [n]: an index of an event, or -1."""
-        found = np.full(len(self._trace), -1, np.int64)
-        found[self._event] = self.calls[self._row]
-        return found
+    def pairs(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return launches and what they launched: int64 [n] indices of events each.
+
+        A device's event is in several pairs if nothing tells which of the launches it was.
+        """
+        return self.calls[self._row], self._event
 
     def of_graphs(self) -> npt.NDArray[np.int64]:
         """Return the device's events that a graph launched, each once."""
-        trace = self._trace
-        graphs = np.array([is_graph_launch(name) for name in trace.names] or [False])
-        return np.unique(self._event[graphs[trace.name[self.calls[self._row]]]])
+        graphs = np.array([is_graph_launch(name) for name in self._names] or [False])
+        return np.unique(self._event[graphs[self._name[self._row]]])
 
 
 def _without_inner(trace: Trace, calls: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -75,8 +75,8 @@ def _rank(rank: RankFacts) -> RankListing:
     attribution, trace = rank.attribution, rank.trace
     layers = dict.fromkeys(stage.span.name for stage in attribution.stages)
     for subject in rank.subjects:
-        if subject.collective is not None:
-            layers.update(dict.fromkeys(subject.labels))
+        if subject.collective is not None:  # a dense bucket is in no layer: its own name is there
+            layers.update(dict.fromkeys(layer for layer in subject.labels if layer != subject.name))
     by_name: dict[tuple[str, str], list[Subject]] = {}
     for subject in rank.subjects:
         source = "" if subject.collective is None else subject.collective.source.value

@@ -104,9 +104,17 @@ def _refuse_mixture(table: Table) -> None:
                 f"it is in {table.names[step]!r} twice at once, so it holds several ranks and does "
                 "not say which events are whose"
             )
-    launches = columns["correlation"][columns["category"] == Category.LAUNCH]
-    launches = np.sort(launches[launches > 0])
-    shared = int((launches[1:] == launches[:-1]).sum())
+    # On ROCm launches of one rank can share a correlation; CUDA's do not.
+    cuda = np.array([name.startswith("cu") for name in table.names] or [False])
+    launches = np.flatnonzero(
+        (columns["category"] == Category.LAUNCH)
+        & (columns["correlation"] > 0)
+        & cuda[columns["name"]]
+    )
+    # A driver call shares its correlation with the runtime call around it, which has another name.
+    calls = columns["correlation"][launches].astype(np.int64) * len(table.names)
+    calls = np.sort(calls + columns["name"][launches])
+    shared = int((calls[1:] == calls[:-1]).sum())
     if shared > _MIXED * len(launches):
         raise SeveralRanksError(
             f"{shared:,} of its {len(launches):,} launches have the correlation of another one, so "

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from profiling.attribution import CPU, Attribution, Found, Stage
 from profiling.intervals import EMPTY, Intervals, intersect, subtract, total, window
 from profiling.peers import Transfers
+from profiling.rules import Iterations
 from profiling.spans import iteration_at
-from profiling.subjects import Subject
+from profiling.subjects import Queue, Subject
 
 __all__ = ["AT_ISSUE", "LATE_PEER", "STARVED", "Occurrence", "exposed_communication", "measure"]
 
@@ -38,6 +38,7 @@ class Occurrence:
         duration: How long it took on this rank.
         transfer: How long it took without waiting for late ranks, as far as that is known.
         hidden: How much of the transfer the stages were busy in.
+        unclaimed: How much more of it kernels ran in that may be the stages', for no launch says.
         exposed: How much of the transfer nothing computed in.
         wait: How long compute stood still until it ended.
         lead: From its issue to the launch of the stage's first kernel (on a CPU, to the stage);
@@ -53,6 +54,7 @@ class Occurrence:
     duration: int
     transfer: int
     hidden: int
+    unclaimed: int
     exposed: int
     wait: int
     lead: int | None
@@ -87,6 +89,7 @@ def measure(
     if found.resumed is not None and subject.issued is not None:
         when = subtract(when, window(subject.issued, found.resumed))
     compute = rank.attribution.compute.get(found.device, EMPTY)
+    unclaimed = rank.attribution.unclaimed.get(found.device, EMPTY)
     wait = None if subject.collective is None else subject.collective.wait
     enqueued = _enqueued(subject, runs)
     return Occurrence(
@@ -95,6 +98,7 @@ def measure(
         duration=total(found.busy),
         transfer=total(when),
         hidden=total(intersect(when, at_work)),
+        unclaimed=total(intersect(subtract(when, at_work), unclaimed)),
         exposed=total(when) - total(intersect(when, compute)),
         wait=_wait_of_thread(subject) if found.device == CPU else _wait_of_streams(subject),
         lead=None if enqueued is None or subject.issued is None else enqueued - subject.issued,
@@ -142,24 +146,21 @@ def _wait_of_streams(subject: Subject) -> int:
     """
     rank, device = subject.rank, subject.found.device
     streams = rank.compute_streams.get(device, ())
-    return max((_idle(subject, rank.kernels(device, stream)) for stream in streams), default=0)
+    return max((_idle(subject, rank.queue(device, stream)) for stream in streams), default=0)
 
 
-def _idle(subject: Subject, kernels: npt.NDArray[np.int64]) -> int:
-    rank, trace = subject.rank, subject.rank.trace
+def _idle(subject: Subject, queue: Queue) -> int:
     end = int(subject.found.busy[-1, 1])
-    following = int(np.searchsorted(trace.start[kernels], end))
-    if not 0 < following < len(kernels):
+    following = int(np.searchsorted(queue.starts, end))
+    if not 0 < following < len(queue.starts):
         return 0
-    since = int(trace.end[kernels[:following]].max())
-    launched = int(rank.launched[kernels[following]])
+    since, launched = int(queue.done[following - 1]), int(queue.launched[following])
     wait = None if subject.collective is None else subject.collective.wait
     blocked = wait is not None and wait.start <= end <= wait.end
     if since >= end or launched < 0 or (launched > end and not blocked):
         return 0
-    ends = rank.communication_ends(subject.found.device)
-    begin = int(trace.start[kernels[following]])
-    later = np.searchsorted(ends, [end, begin], side="right")
+    ends = subject.rank.communication_ends(subject.found.device)
+    later = np.searchsorted(ends, [end, queue.starts[following]], side="right")
     return 0 if later[0] < later[1] else end - since
 
 
@@ -196,13 +197,18 @@ def _waited_at_once(subject: Subject) -> bool:
     return bool(first == last)
 
 
-def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]]:
+def exposed_communication(
+    ranks: Sequence[Attribution], iterations: Iterations | None = None
+) -> dict[str, list[float]]:
     """Return for each rank and iteration how long it communicated and did not compute, in ms.
 
     Everything that communicates counts, a stage's own exchanges as well, and so does waiting for
     a late rank. On a device it is the iteration's that launched it, however much later it ran. An
     iteration in which nothing ran (the one that the recorder opened last) is left out; a rank
     whose trace has no iteration ranges has an empty list.
+
+    Args:
+        iterations: Which count; all by default.
     """
     return {
         rank.trace.label: [
@@ -211,8 +217,9 @@ def exposed_communication(ranks: Sequence[Attribution]) -> dict[str, list[float]
                 for device, when in communication.items()
             )
             / 1e6
-            for communication in rank.communication
+            for span, communication in zip(rank.iterations, rank.communication, strict=True)
             if communication is not None
+            and (iterations is None or (span.name.isdecimal() and int(span.name) in iterations))
         ]
         for rank in ranks
     }

@@ -15,11 +15,13 @@ __all__ = [
     "COPIES",
     "GRAPHS",
     "KERNELS",
+    "SIGNALS",
     "Name",
     "is_collective_call",
     "is_communication_kernel",
     "is_graph_launch",
     "is_peer_copy",
+    "is_signal",
     "is_within_devices",
 ]
 
@@ -105,6 +107,14 @@ CALLS = (
         "symm_mem::_low_contention_all_gather",
     ),
 )
+# Kernels of those above that only signal: what the copies between them move is the collective.
+SIGNALS = (
+    Name(
+        "signals of torch symmetric memory",
+        r"symmetric_memory::(?:barrier|put_signal|wait_signal)_kernel",
+        "void c10d::symmetric_memory::barrier_kernel(unsigned int**)",
+    ),
+)
 GRAPHS = (
     Name("CUDA graph", r"\Acu(?:da)?GraphLaunch", "cudaGraphLaunch"),
     Name("HIP graph", r"\AhipGraphLaunch", "hipGraphLaunch"),
@@ -116,12 +126,18 @@ def _any_of(names: tuple[Name, ...]) -> re.Pattern[str]:
 
 
 _KERNELS, _CALLS, _GRAPHS = _any_of(KERNELS), _any_of(CALLS), _any_of(GRAPHS)
+_SIGNALS = _any_of(SIGNALS)
 _PEER, _WITHIN = _any_of(COPIES[:1]), _any_of(COPIES)
 
 
 def is_communication_kernel(name: str) -> bool:
     """Return whether a device kernel of this name moves data between ranks."""
     return _KERNELS.search(name) is not None
+
+
+def is_signal(name: str) -> bool:
+    """Return whether a kernel of this name only signals to its peers and moves nothing."""
+    return _SIGNALS.search(name) is not None
 
 
 def is_peer_copy(name: str) -> bool:

@@ -1,12 +1,15 @@
 """What is in a trace, whoever recorded it: what each device did, and how much of it overlapped.
 
-The overlap is the union of the communication kernels, intersected with the union of all other
-kernels of the same devices. Copies and memsets are their own classes; the figure that counts
-memsets as work is given beside it. Every kernel counts, whatever launched it, in every step.
+The overlap is the union of a device's communication kernels, intersected with the union of all its
+other kernels. All devices together are their sums, for work on one hides nothing on another. Copies
+and memsets are their own classes; the figure that counts memsets as work is given beside it. Every
+kernel counts, whatever launched it, in every step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +27,7 @@ class DeviceOverview:
     """What a device did. Times in nanoseconds.
 
     Attributes:
-        device: Its number; None for all devices together.
+        device: Its number; None for all devices together, whose times are sums.
         streams: How many streams had work.
         counts: `Work` -> number of events.
         times: `Work` -> sum of their durations; events that ran side by side count each.
@@ -59,28 +62,26 @@ def overview(trace: Trace, work: npt.NDArray[np.int8] | None = None) -> tuple[De
     """
     work = classify(trace) if work is None else work
     events = np.flatnonzero(trace.category >= Category.KERNEL)
-    if not len(events):
-        return ()
     devices = trace.device[events]
     each = [_of(trace, work, int(one), events[devices == one]) for one in np.unique(devices)]
-    return (*each, _of(trace, work, None, events))
+    return (*each, _together(each)) if each else ()
 
 
 def _of(
-    trace: Trace, work: npt.NDArray[np.int8], device: int | None, events: npt.NDArray[np.int64]
+    trace: Trace, work: npt.NDArray[np.int8], device: int, events: npt.NDArray[np.int64]
 ) -> DeviceOverview:
-    by_work = {kind: events[work[events] == kind] for kind in Work}
-    communication = _when(trace, by_work[Work.COMMUNICATION])
-    compute = by_work[Work.COMPUTE]
-    with_memset = np.concatenate((compute, by_work[Work.MEMSET]))
+    by_work = {kind: found for kind in Work if len(found := events[work[events] == kind])}
+    nothing = np.zeros(0, np.int64)
+    communication = _when(trace, by_work.get(Work.COMMUNICATION, nothing))
+    compute = by_work.get(Work.COMPUTE, nothing)
+    with_memset = np.concatenate((compute, by_work.get(Work.MEMSET, nothing)))
     return DeviceOverview(
         device=device,
-        streams=len(np.unique(_stream(trace, events))),
-        counts={kind: len(found) for kind, found in by_work.items() if len(found)},
+        streams=len(np.unique(trace.stream[events])),
+        counts={kind: len(found) for kind, found in by_work.items()},
         times={
             kind: int((trace.end[found] - trace.start[found]).sum())
             for kind, found in by_work.items()
-            if len(found)
         },
         communication=total(communication),
         overlapped=total(intersect(communication, _when(trace, compute))),
@@ -88,10 +89,22 @@ def _of(
     )
 
 
+def _together(each: Sequence[DeviceOverview]) -> DeviceOverview:
+    counts: Counter[Work] = Counter()
+    times: Counter[Work] = Counter()
+    for one in each:
+        counts.update(one.counts)
+        times.update(one.times)
+    return DeviceOverview(
+        device=None,
+        streams=sum(one.streams for one in each),
+        counts=dict(counts),
+        times=dict(times),
+        communication=sum(one.communication for one in each),
+        overlapped=sum(one.overlapped for one in each),
+        overlapped_with_memset=sum(one.overlapped_with_memset for one in each),
+    )
+
+
 def _when(trace: Trace, events: npt.NDArray[np.int64]) -> Intervals:
     return union(trace.start[events], trace.end[events])
-
-
-def _stream(trace: Trace, events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return one number for each device and stream, int64 [n]."""
-    return (trace.device[events].astype(np.int64) << 32) + trace.stream[events]

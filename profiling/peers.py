@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 from profiling.clocks import Offset, clock_offsets, described
 from profiling.intervals import Intervals, tail, total
@@ -20,6 +21,8 @@ from profiling.subjects import RankFacts, Subject
 from profiling.trace import Group
 
 __all__ = ["Transfers"]
+
+AGES = 10  # times any later wait and any transfer: a rank that joins so late was not training yet
 
 
 class Transfers:
@@ -60,6 +63,28 @@ class Transfers:
             return busy, False
         return tail(busy, min(lengths)), True
 
+    @cached_property
+    def joined_late(self) -> int | None:
+        """The first recorded iteration, if a rank was far later there than in any other.
+
+        The others waited for it in that iteration's first collective, and its own host then has
+        nothing enqueued ahead of the device: neither is how the run goes.
+        """
+        waited: defaultdict[int, int] = defaultdict(int)
+        longest = 0
+        for peers in self._by_key.values():
+            for subject in peers.values():
+                transfer = total(self.of(subject)[0])
+                longest = max(longest, transfer)
+                if subject.iteration is not None:
+                    spent = total(subject.found.busy) - transfer
+                    waited[subject.iteration] = max(waited[subject.iteration], spent)
+        if len(waited) < 2:
+            return None
+        first = min(waited)
+        usual = max(spent for number, spent in waited.items() if number != first)
+        return first if waited[first] > AGES * max(usual, longest) else None
+
     def _infer(
         self, listed: dict[int, tuple[Group, ...]], dense: bool
     ) -> dict[int, tuple[int, ...]]:
@@ -99,11 +124,11 @@ class Transfers:
         if rank not in group or (size is not None and size != len(group)):
             return False
         shown = [peer for peer in group if peer in peers]
-        begins = [int(peers[peer].found.busy[0, 0]) - self._ahead(peer) for peer in shown]
-        ends = [int(peers[peer].found.busy[-1, 1]) - self._ahead(peer) for peer in shown]
+        begins = [int(peers[peer].found.busy[0, 0]) - self.ahead(peer) for peer in shown]
+        ends = [int(peers[peer].found.busy[-1, 1]) - self.ahead(peer) for peer in shown]
         return max(begins) < min(ends)
 
-    def _ahead(self, rank: int) -> int:
+    def ahead(self, rank: int | None) -> int:
         """Return by how much to set back a rank's clock: by nothing that may be mere scatter."""
-        offset = self.offsets.get(rank)
+        offset = None if rank is None else self.offsets.get(rank)
         return offset.ns if offset is not None and abs(offset.ns) > offset.scatter_ns else 0

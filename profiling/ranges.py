@@ -26,7 +26,17 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Kind", "Range", "emulated", "is_dense", "label", "name_modules", "parse", "span"]
+__all__ = [
+    "EMULATED",
+    "Kind",
+    "Range",
+    "emulated",
+    "is_dense",
+    "label",
+    "name_modules",
+    "parse",
+    "span",
+]
 
 
 class Kind(str, Enum):
@@ -77,9 +87,12 @@ def is_dense(name: str) -> bool:
     return name.startswith("dense.")
 
 
+EMULATED = "emulated"  # torch.distributed's name of the backend of `overlap.emulation`
+
+
 def emulated(operation: str = "") -> str:
     """Return the name of an emulated collective's range ("all_gather", ...), or its beginning."""
-    return f"emulated:{operation}"
+    return f"{EMULATED}:{operation}"
 
 
 _NOTHING = nullcontext()

@@ -12,6 +12,7 @@ from profiling.columns import LATEST, Columns, Table
 from profiling.decoding import NotATraceError, Scan, scan, whole
 from profiling.files import CompressionError, open_trace
 from profiling.merged import SeveralRanksError, rank_named_in, separate
+from profiling.ranges import EMULATED
 from profiling.repair import repair
 from profiling.trace import Group, Trace
 
@@ -102,6 +103,8 @@ def _trace(
     notes = found.dropped.notes + table.dropped.notes
     if not alone:
         notes = [f"{note} (of all {ranks} ranks in the file)" for note in notes]
+    if EMULATED in str(info.get("backend")):
+        notes.append("EMULATED collectives (overlap.emulation): no network was measured")
     if damaged:
         notes.insert(0, "the compressed data are damaged: read up to there")
     elif not found.complete:

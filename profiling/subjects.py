@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,18 @@ from profiling.ranges import Kind, is_dense, label
 from profiling.spans import iteration_at
 from profiling.trace import Category
 
-__all__ = ["RankFacts", "Subject"]
+__all__ = ["Queue", "RankFacts", "Subject"]
+
+
+Times = npt.NDArray[np.int64]
+
+
+class Queue(NamedTuple):
+    """The compute kernels of a stream, by start; int64 [n] each."""
+
+    starts: Times
+    done: Times  # when this kernel and all before it had ended
+    launched: Times  # -1 where the trace does not say
 
 
 class RankFacts:
@@ -94,20 +106,48 @@ class RankFacts:
     def _ends(self) -> dict[int, npt.NDArray[np.int64]]:
         return {}
 
-    def kernels(self, device: int, stream: int | None = None) -> npt.NDArray[np.int64]:
-        """Return a device's (and stream's) compute kernels, by start."""
-        key = device, stream
-        if key not in self._kernels:
-            chosen = (self.attribution.work == Work.COMPUTE) & (self.trace.device == device)
-            if stream is not None:
-                chosen &= self.trace.stream == stream
-            events = np.flatnonzero(chosen)
-            self._kernels[key] = events[np.argsort(self.trace.start[events], kind="stable")]
-        return self._kernels[key]
+    def kernels(self, device: int) -> npt.NDArray[np.int64]:
+        """Return a device's compute kernels, by start."""
+        work = self.attribution.work
+        events = np.flatnonzero((work == Work.COMPUTE) & (self.trace.device == device))
+        return events[np.argsort(self.trace.start[events], kind="stable")]
+
+    def queue(self, device: int, stream: int) -> Queue:
+        """Return the compute kernels of one stream."""
+        if (device, stream) not in self._queues:
+            events = self.kernels(device)
+            events = events[self.trace.stream[events] == stream]
+            self._queues[device, stream] = Queue(
+                self.trace.start[events],
+                np.maximum.accumulate(self.trace.end[events]),
+                self.launched[events],
+            )
+        return self._queues[device, stream]
 
     @cached_property
-    def _kernels(self) -> dict[tuple[int, int | None], npt.NDArray[np.int64]]:
+    def _queues(self) -> dict[tuple[int, int], Queue]:
         return {}
+
+    def under(self, when: Intervals) -> dict[tuple[Kind, str], int]:
+        """Return how much of ``when`` each stage of each layer was busy in, in nanoseconds."""
+        found: defaultdict[tuple[Kind, str], int] = defaultdict(int)
+        keys, starts, ends, reach = self._stages
+        for begin, end in when.tolist():
+            first, last = np.searchsorted(reach, begin, "right"), np.searchsorted(starts, end)
+            for row in range(int(first), int(last)):
+                length = min(end, int(ends[row])) - max(begin, int(starts[row]))
+                if length > 0:
+                    found[keys[row]] += length
+        return dict(found)
+
+    @cached_property
+    def _stages(self) -> tuple[list[tuple[Kind, str]], Times, Times, Times]:
+        """The stages' busy intervals by start: whose, start, end, and the last end up to there."""
+        parts = [(key, row) for key, busy in self.attribution.stage_busy.items() for row in busy]
+        parts.sort(key=lambda part: int(part[1][0]))
+        rows = np.array([row for _, row in parts], np.int64).reshape(-1, 2)
+        reach = np.maximum.accumulate(rows[:, 1]) if len(rows) else rows[:, 1]
+        return [key for key, _ in parts], rows[:, 0], rows[:, 1], reach
 
     @cached_property
     def compute_streams(self) -> dict[int, tuple[int, ...]]:

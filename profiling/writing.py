@@ -48,7 +48,9 @@ def write(path: str | Path, text: str) -> None:
         WriteError: It cannot be written.
     """
     with replacing(path) as temporary:
-        temporary.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        # A name in a trace may hold what UTF-8 has no bytes for.
+        data = (text.rstrip("\n") + "\n").encode("utf-8", "backslashreplace")
+        temporary.write_bytes(data)
 
 
 def _umask() -> int:

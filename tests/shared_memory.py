@@ -55,6 +55,6 @@ def shared_memory() -> Iterator[None]:
     """Let the copy-engine transports run on CPU ranks meanwhile."""
     with (
         mock.patch.object(symmetric, "allocate", _allocate),
-        mock.patch("overlap.building.check_reachable"),
+        mock.patch("overlap.building.obstacle", return_value=None),
     ):
         yield

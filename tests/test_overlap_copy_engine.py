@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap import (
@@ -125,8 +126,7 @@ def test_the_oracle_of_the_order_can_fail(ranks: Ranks) -> None:
 def staging() -> list[int]:
     """Bytes of the staging buffers."""
     transport = PullReduce(world(), CPU, Streams(CPU), staging_bytes=2**20)
-    sizes = [piece.nbytes for stage in transport._stages for piece in stage.pieces.values()]
-    return [sum(sizes) + transport._sum.nbytes]
+    return [sum(stage.pieces.nbytes for stage in transport._stages)]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -252,7 +252,7 @@ def wire_sums() -> None:
     """Gradients that travel in bf16 are added, and handed over, in fp32."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with shared_memory():
-        model = torch.nn.Linear(64, 64, bias=False)
+        model = nn.Linear(64, 64, bias=False)
         config = OverlapConfig(reduce_dtype=torch.bfloat16, grad_reduction="sum", **PULLED)
         ddp = DistributedDataParallel(model, config, ProcessGroups.build())
     parts = everyones(64 * 64, torch.float32, 3)
@@ -287,9 +287,7 @@ def test_a_group_of_one_needs_no_such_memory(ranks: Ranks) -> None:
 def refused_on_cpu() -> None:
     for direction in PULLED:
         config = OverlapConfig(**{direction: "copy_engine"})
-        with pytest.raises(
-            TransportError, match=r'needs GPUs, and the model is on cpu.*"collective"'
-        ):
+        with pytest.raises(TransportError, match=r'is on cpu, not on GPUs: use "collective"'):
             DistributedDataParallel(Model(), config, ProcessGroups.build())
 
 
@@ -297,33 +295,65 @@ def test_a_cpu_model_is_refused(ranks: Ranks) -> None:
     ranks.run(2, refused_on_cpu)
 
 
-def refused(nodes: tuple[int, ...], peers: bool, message: str) -> None:
-    table = [[node, device] for device, node in enumerate(nodes)]
-    with (
-        mock.patch.object(collectives, "exchange", return_value=table),
-        mock.patch.object(torch.cuda, "device_count", return_value=len(nodes)),
-        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=peers),
-    ):
-        if not message:
-            symmetric.check_reachable(torch.device("cuda", 0), world())
-            return
-        with pytest.raises(TransportError, match=message):
-            symmetric.check_reachable(torch.device("cuda", 0), world())
+def chosen(config: dict[str, Any], possible: bool) -> list[str]:
+    """The transports of one group."""
+    with shared_memory() if possible else nullcontext():
+        groups = ProcessGroups.build()
+        ddp = DistributedDataParallel(nn.Linear(64, 64), OverlapConfig(**config), groups)
+    [bucket] = ddp.buckets
+    dist.barrier()
+    return [type(way).__name__ for way in (bucket._gather_by, bucket._reduce_by)]
 
 
 @pytest.mark.parametrize(
-    ("nodes", "peers", "message"),
+    ("config", "possible", "transports"),
     [
-        ((5, 5, 5, 5), True, ""),
-        ((5, 5, 7, 7), True, r"inside one node, and ranks \[2, 3\] are on another than rank 0"),
-        ((5, 5, 5, 5), False, "cuda:0 cannot read that of cuda:1"),
+        ({}, True, ["PullGather", "PullReduce"]),
+        ({}, False, ["Collective", "Collective"]),
+        ({"param_gather_transport": "nccl"}, True, ["Collective", "PullReduce"]),
+        ({"grad_reduce_transport": "collective"}, True, ["PullGather", "Collective"]),
     ],
-    ids=["one node", "two nodes", "no peers"],
+    ids=["auto, possible", "auto, impossible", "gather by NCCL", "reduce by NCCL"],
+)
+def test_auto_takes_copy_engines_where_they_can_run(
+    ranks: Ranks, config: dict[str, Any], possible: bool, transports: list[str]
+) -> None:
+    assert ranks.run(2, chosen, config, possible) == [transports] * 2
+
+
+def obstacle(table: list[list[int]], peers: bool) -> str | None:
+    with (
+        mock.patch.object(collectives, "exchange", return_value=table),
+        mock.patch.object(torch.cuda, "get_device_properties"),
+        mock.patch.object(torch.cuda, "device_count", return_value=len(table)),
+        mock.patch.object(torch.cuda, "can_device_access_peer", return_value=peers),
+    ):
+        return symmetric.obstacle(torch.device("cuda", 0), world())
+
+
+@pytest.mark.parametrize(
+    ("rows", "peers", "reason"),
+    [  # node, GPU, index
+        ([[5, 1, 0], [5, 2, 1], [5, 3, 2], [5, 4, 3]], True, None),
+        ([[5, 1, 0], [5, 2, 0], [5, 3, 0], [5, 4, 0]], True, None),  # each sees its own only
+        (
+            [[5, 1, 0], [5, 2, 1], [7, 3, 0], [7, 4, 1]],
+            True,
+            "ranks [2, 3] are on another node than rank 0",
+        ),
+        ([[5, 1, 0], [5, 1, 0], [5, 3, 2], [5, 4, 3]], True, "ranks share a GPU"),
+        (
+            [[5, 1, 0], [5, 2, 1], [5, 3, 2], [5, 4, 3]],
+            False,
+            "cuda:0 cannot read the memory of cuda:1",
+        ),
+    ],
+    ids=["one node", "hidden devices", "two nodes", "one GPU", "no peers"],
 )
 def test_groups_that_cannot_reach_each_other(
-    ranks: Ranks, nodes: tuple[int, ...], peers: bool, message: str
+    ranks: Ranks, rows: list[list[int]], peers: bool, reason: str | None
 ) -> None:
-    ranks.run(4, refused, nodes, peers, message)
+    assert ranks.run(4, obstacle, rows, peers) == [reason] * 4
 
 
 def no_symmetric_memory() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from overlap import NcclOptions, ProcessGroups
-from overlap.nccl import PRESETS, resolve
+from overlap.nccl import PRESETS, ctas_in_profile, resolve
 from tests.ranks import Ranks
 
 
@@ -27,7 +30,7 @@ class FakeNCCL:
         (NcclOptions(), (True, -1, -1, -1)),
         (NcclOptions(high_priority=False, max_ctas=4), (False, -1, 4, -1)),
         (NcclOptions(min_ctas=2, max_ctas=16, cluster_size=0), (True, 2, 16, 0)),
-        (PRESETS["hidden"], (True, 8, 8, 0)),
+        (PRESETS["balanced"], (True, 16, 16, 0)),
     ],
     ids=["NCCL's choice", "low priority", "all", "preset"],
 )
@@ -64,15 +67,15 @@ def test_wrong_options(wrong: dict[str, int], message: str) -> None:
 
 def test_sms_follow_from_the_ctas() -> None:
     assert NcclOptions(max_ctas=8, cluster_size=0).sms == 8
-    assert NcclOptions(max_ctas=8).sms == 16  # in clusters they need more room
+    assert NcclOptions(max_ctas=8).sms == 8
     assert NcclOptions().sms is None
 
 
 def test_presets_by_name() -> None:
-    assert resolve("hidden") is PRESETS["hidden"]
+    assert resolve("narrow") is PRESETS["narrow"]
     own = NcclOptions(max_ctas=2)
     assert resolve(own) is own
-    with pytest.raises(ValueError, match=r"'fast'; there are \['balanced', 'hidden', 'nccl'\]"):
+    with pytest.raises(ValueError, match=r"'fast'; there are \['balanced', 'narrow', 'nccl'\]"):
         resolve("fast")
 
 
@@ -114,3 +117,30 @@ def test_only_hidden_groups_of_nccl_get_options(ranks: Ranks, backend: str) -> N
             ("edp", [1, 3], ctas),
             ("sms", [], ctas or 0),
         ]
+
+
+def kernel(name: str, *grid: int) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "name": name, "args": {"grid": [*grid, 1, 1]}}
+
+
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_SIMPLE(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(
+    ("events", "ctas"),
+    [
+        ([kernel(GATHER, 4), kernel(SCATTER, 24), kernel(GATHER, 16)], 24),
+        ([kernel("ncclDevKernel_SendRecv(x)", 32), kernel("gemm_ReduceScatter", 132)], None),
+        ([{"ph": "X", "cat": "cpu_op", "name": "nccl:AllGather"}, {"ph": "M", "name": "x"}], None),
+    ],
+    ids=["largest", "other kernels", "no kernel"],
+)
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_ctas_of_a_profile(
+    tmp_path: Path, events: list[dict[str, Any]], ctas: int | None, suffix: str
+) -> None:
+    path = tmp_path / f"trace.{suffix}"
+    content = json.dumps({"traceEvents": events}).encode()
+    path.write_bytes(gzip.compress(content) if suffix == "json.gz" else content)
+    assert ctas_in_profile(path) == ctas

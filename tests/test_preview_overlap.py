@@ -24,11 +24,15 @@ def test_the_split_layer_hides_and_the_serialised_run_does_not(
     said = capsys.readouterr().out
     assert "EMULATION: rank 0 of 4, 0.5 GB/s, 10 us, 8 CTAs" in said
     assert "EMULATED collectives: 0.5 GB/s, 10 us, 8 CTAs" in said
-    for words in ("step, ms", "effective (clock)", "no schedule of this depth exposes less"):
+    for words in ("step, ms", "effective, by the clock", "no schedule of this depth hides"):
         assert words in said
     split = profiling.check(tmp_path / "overlapped")
-    assert [row.occurrences for row in split.rows] == [4] * 4
-    assert all(row.hidden is not None and row.hidden > 0.3 for row in split.rows)
+    # On busy cores an occurrence may be set aside, and single ones scatter.
+    assert [row.occurrences + sum(row.set_aside.values()) for row in split.rows] == [6] * 4
+    shares = preview_overlap.hidden(split)
+    assert len(shares) == 2
+    assert all(share is not None and share > 0.3 for share in shares.values())
+    assert any("EMULATED" in note for note in split.notes)
     serialised = profiling.check(tmp_path / "serialised")
     assert [row.hidden for row in serialised.rows] == [0] * 4
     assert moe_trace(["check", str(tmp_path / "serialised")]) == 1

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import profiling
-from profiling.attribution import attribute
-from profiling.checks import check
+from profiling.drawing import draw
 from profiling.html import write_html
-from profiling.timeline import encode, timeline
+from profiling.timeline import encode
 from tests.kineto import TraceBuilder, gpu_iteration
 
 DATA = Path(__file__).parent / "data"
@@ -54,13 +53,12 @@ class Page(HTMLParser):
 
 
 def written(path, tmp_path):
-    profile = profiling.load(path)
-    ranks = [attribute(trace) for trace in profile.traces]
+    reading = profiling.read(path)
     out = tmp_path / "report.html"
-    report = check(profile)
-    write_html(report, ranks, out)
+    report = profiling.check(reading)
+    write_html(report, reading, out)
     text = out.read_text(encoding="utf-8")
-    return text, Page(text), report, timeline(ranks)
+    return text, Page(text), report, draw(reading)
 
 
 @pytest.mark.parametrize("variant", ["split", "fused"])
@@ -73,8 +71,9 @@ def test_it_holds_the_verdicts_and_the_timeline(tmp_path, variant):
         assert row.check in page.texts["h3"]
         assert row.layer in page.texts["th"]
         assert f"{row.hidden:.1%}" in page.texts["span"]
-        if row.finding:
-            assert row.finding in page.texts["p"]
+        for finding in row.findings:
+            assert finding.text in page.texts["p"]
+            assert finding.kind.value in page.texts["span"]
     # The overall verdict, one per check, one per row: each with an icon beside the word.
     assert page.texts["span"].count(report.verdict.value) == 2 + len(report.rows)
     assert page.tags.count("svg") >= 3 + len(report.rows)
@@ -107,6 +106,19 @@ def test_names_from_a_trace_stay_text(tmp_path):
     assert EVIL in read["names"]
     assert page.tags.count("script") == 2
     assert "alert('1')</script>" not in text
+
+
+def test_whole_trace_figures_of_each_device(tmp_path):
+    trace = TraceBuilder()
+    gpu_iteration(trace, 0, 1e6, gather=(1000, 1200))
+    trace.kernel("void gemm()", 1e6 + 60, 1e6 + 100, 1e6 + 200, device=1)
+    _, page, report, _ = written(trace.write(tmp_path), tmp_path)
+    assert "rank 0, GPU 0" in page.texts["th"]
+    assert "rank 0, GPU 1" in page.texts["th"]
+    assert "0.20 ms" in page.texts["td"]
+    assert "50.0%" in page.texts["td"]
+    for bound in report.bounds:
+        assert bound.name in page.texts["th"]
 
 
 def test_input_that_was_damaged_is_noted(tmp_path):

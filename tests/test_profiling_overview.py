@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,18 +31,25 @@ def public(name):
     return path
 
 
+@cache
+def work_in(path):
+    """The kernels and memsets in the file's own text: category, device, name, start and end."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return [
+        (event["cat"], event["args"]["device"], event["name"], start, start + length)
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memset")
+        for start, length in [(round(event["ts"] * 1000), round(event["dur"] * 1000))]
+    ]
+
+
 def naive(path, device, *, memset=False):
-    """Overlap in percent, by sweeping over every start and end in the file's own text."""
+    """Overlap in percent, by sweeping over every start and end."""
     edges = []
-    for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]:
-        category = event.get("cat")
-        if category != "kernel" and not (memset and category == "gpu_memset"):
-            continue
-        if device is not None and event["args"]["device"] != device:
-            continue
-        communicates = "nccl" in event["name"] or "rccl" in event["name"]
-        start = round(event["ts"] * 1000)
-        edges += [(start, 1, communicates), (start + round(event["dur"] * 1000), -1, communicates)]
+    for category, where, name, start, end in work_in(path):
+        if (category == "kernel" or memset) and device in (None, where):
+            communicates = "nccl" in name or "rccl" in name
+            edges += [(start, 1, communicates), (end, -1, communicates)]
     running, since, both, communication = [0, 0], 0, 0, 0
     for at, step, communicates in sorted(edges):
         if running[True]:
@@ -62,7 +70,7 @@ def test_public_traces_have_their_known_overlap(name):
     assert whole.counts[Work.COMMUNICATION] == kernels
     assert 100 * whole.overlap == pytest.approx(percent, abs=0.05)
     assert 100 * whole.overlap_with_memset == pytest.approx(with_memset, abs=0.05)
-    assert devices
+    assert len(devices) == 1
     for one in (*devices, whole):
         assert 100 * one.overlap == pytest.approx(naive(path, one.device), abs=0.01)
         assert 100 * one.overlap_with_memset == pytest.approx(
@@ -100,7 +108,7 @@ def test_devices_are_apart_and_all_together(tmp_path):
     assert (first.device, second.device, whole.device) == (0, 1, None)
     assert (first.overlap, first.overlap_with_memset) == (pytest.approx(0.4), pytest.approx(0.5))
     assert second.overlap == 0  # the other device's work does not count
-    assert whole.overlap == pytest.approx(0.4)  # of the union of both devices' communication
+    assert whole.overlap == pytest.approx(0.2)
     assert (first.streams, second.streams, whole.streams) == (2, 1, 3)
     assert first.counts == {kind: 1 for kind in Work if kind is not Work.NONE}
     assert first.times[Work.COPY] == 100_000

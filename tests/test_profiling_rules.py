@@ -1,5 +1,6 @@
 """Rules from files: what they say is what is judged, and what is wrong in one is named."""
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,18 @@ def test_the_bound_on_waiting(tmp_path, bound, verdict):
 def test_which_iterations(tmp_path, choice, occurrences, verdict):
     (row,) = judge(tmp_path, trace([BAD, BAD, GOOD, GOOD, GOOD, GOOD]), rule(**choice))
     assert (row.occurrences, row.verdict) == (occurrences, verdict)
+
+
+def test_iterations_that_are_not_there_are_named_as_the_reason(tmp_path):
+    (row,) = judge(tmp_path, trace([GOOD] * 3), rule(skip_first=3))
+    assert row.finding == "all 3 that were recorded are outside of the iterations asked for"
+
+
+def test_exposed_communication_is_of_the_chosen_iterations(tmp_path):
+    trace([BAD, GOOD, GOOD]).write(tmp_path)
+    chosen = Iterations.parse("1-")
+    assert profiling.check(tmp_path).exposed_ms["rank 0"] == pytest.approx([0.2, 0, 0])
+    assert profiling.check(tmp_path, iterations=chosen).exposed_ms["rank 0"] == [0, 0]
 
 
 def two_layers(tmp_path):
@@ -308,3 +321,11 @@ def test_the_command_judges_the_file_s_rules_only(tmp_path, capsys):
         main(["check", str(tmp_path), "--rules", str(path), "--threshold", "0.5"])
     assert stop.value.code == 2
     assert "--threshold" in capsys.readouterr().err
+
+
+def test_the_example_in_the_docs_is_a_rule_file(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "profiling.md").read_text(encoding="utf-8")
+    block = page.split("## Rules\n")[1].split("\n\n")[0]
+    (shown,) = read_rules(write(tmp_path, textwrap.dedent(block)))
+    assert shown.iterations is not None
+    assert all(getattr(shown, key) for key in ("min_spread", "max_wait_ms", "skip_first"))

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import profiling
-from profiling.attribution import attribute
-from profiling.checks import check
+from profiling.drawing import draw
 from profiling.lanes import Paint
 from profiling.ranges import Kind
-from profiling.timeline import PAINTS, encode, timeline
+from profiling.timeline import PAINTS, encode
 from tests.kineto import ALL_GATHER, COMMUNICATION, TraceBuilder, cpu_iteration, gpu_iteration
 
 DATA = Path(__file__).parent / "data"
@@ -26,7 +25,7 @@ def built(tmp_path, make, count=2, **kwargs):
 
 
 def drawn(path, **kwargs):
-    return timeline([attribute(trace) for trace in profiling.load(path).traces], **kwargs)
+    return draw(profiling.read(path), **kwargs)
 
 
 def painted(shown, paint):
@@ -124,6 +123,38 @@ def test_communication_that_is_nobodys(tmp_path):
     assert painted(shown, Paint.COMMUNICATION) == [("stream 21", 950_000, 1_050_000)]
     assert shown.rows[-1].exposed.tolist() == [[1_000_000, 1_050_000]]
     assert [lane for lane, *_ in painted(shown, Paint.COPY)] == ["stream 7"]
+    (one,) = [one for one in shown.collectives if one.name == "ncclDevKernel_AllReduce_Sum"]
+    assert (one.transfer, one.beside, one.exposed) == (100_000, 0, 50_000)
+    assert one.under == ((f"stage1.forward of {EXPERTS}", 50_000),)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exposed_parts_against_sets_of_microseconds(tmp_path, seed):
+    """Random kernels on two devices, against sets of the microseconds in which they ran."""
+    random = np.random.default_rng(seed)
+    trace, ran = TraceBuilder(), {}
+    for _ in range(60):
+        device, stream = int(random.integers(2)), int(random.integers(3))
+        start, length = int(random.integers(300)), int(random.integers(1, 30))
+        sends = stream == 2
+        name = "ncclDevKernel_AllReduce" if sends else "void gemm()"
+        at = 1e6 + 1000 + start
+        trace.kernel(name, 1e6 + start, at, at + length, stream=stream, device=device)
+        key = device, "sends" if sends else "computes"
+        ran.setdefault(key, set()).update(range(start, start + length))
+    trace.kernel("void first()", 1e6, 1e6 + 1000, 1e6 + 1001, stream=0)  # the begin is known
+    ran.setdefault((0, "computes"), set()).add(0)
+    shown = drawn(trace.write(tmp_path))
+    for device in range(2):
+        marked = {
+            at
+            for row in shown.rows
+            if row.place == f"GPU {device}"
+            for start, end in row.exposed.tolist()
+            for at in range(start // 1000, end // 1000)
+        }
+        alone = ran.get((device, "sends"), set()) - ran.get((device, "computes"), set())
+        assert marked == alone
 
 
 def many_kernels(seed, count):
@@ -141,7 +172,7 @@ def many_kernels(seed, count):
 def test_merging_keeps_where_work_was_and_what_is_long(tmp_path):
     path = many_kernels(5, 4000).write(tmp_path)
     whole, merged = drawn(path), drawn(path, slices=500)
-    assert sum(len(row.start) for row in whole.rows) == 4002
+    assert sum(len(row.start) for row in whole.rows) == 4002 + 1  # compute waits for the gather
     assert sum(len(row.start) for row in merged.rows) <= 500
     assert not whole.notes
     assert "drawn as one" in merged.notes[0]
@@ -200,8 +231,8 @@ def test_ranks_whose_clocks_have_nothing_in_common(tmp_path):
 def test_exposed_parts_of_real_traces_add_up_to_the_figures(variant):
     """Per layer and check: the mean of what the page says is what the verdict rests on."""
     path = DATA / f"gpu_{variant}.pt.trace.json.gz"
-    ranks = [attribute(trace) for trace in profiling.load(path).traces]
-    shown, report = timeline(ranks), check(path)
+    reading = profiling.read(path)
+    shown, report = draw(reading), profiling.check(reading)
     assert len(shown.iterations) == 3
     for row in report.rows[:2]:
         own = [one for one in shown.collectives if one.name == f"{row.layer}.fc2_weight"]
@@ -224,6 +255,22 @@ def test_as_json(tmp_path):
     assert read["rows"][1]["start"] == shown.rows[1].start.tolist()
     assert read["paints"][Paint.GATHER] == ["gather", "parameter gather"]
     assert read["collectives"][0]["name"] == f"{EXPERTS}.fc2_weight"
+
+
+@pytest.mark.parametrize("ahead", [0, 700])
+def test_ranks_are_drawn_by_one_clock(tmp_path, ahead):
+    """One rank's clock is ahead; a collective ends on both ranks at once, so they are drawn so."""
+    group = {"Collective name": "_allgather_base", "Process Group Ranks": "[0, 1]"}
+    for rank in range(2):
+        trace = TraceBuilder(rank, 2)
+        for number in range(3):
+            at = 1e6 + 2000 * number + ahead * rank
+            gpu_iteration(trace, number, at, gather=(200 - 50 * rank, 650), **group)
+        trace.write(tmp_path)
+    shown = drawn(tmp_path)
+    ends = [(row.start + row.length)[row.paint == Paint.GATHER].tolist() for row in shown.rows]
+    assert ends[1] == ends[3] == [550_000, 2_550_000, 4_550_000]
+    assert any("clocks" in note for note in shown.notes) is bool(ahead)
 
 
 def test_nothing_that_works(tmp_path):

@@ -9,6 +9,7 @@ sizes     200 random sizes of a gather (exact) and a reduce-scatter (against flo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import random
 import time
@@ -28,6 +29,7 @@ from overlap.streams import Streams
 from tests.overlap_models import Model, batch
 
 STEPS = 6
+BY_NCCL = {"param_gather_transport": "collective", "grad_reduce_transport": "collective"}
 PULLED = {"param_gather_transport": "copy_engine", "grad_reduce_transport": "copy_engine"}
 
 
@@ -57,7 +59,7 @@ def run(here: Here) -> None:
     good = _losses(here)
     groups = ProcessGroups.build()
     collective = Collective(groups.dp, here.device, 0)
-    weights = _bits(here, "collective", groups)
+    weights = _bits(here, "collective", groups, **BY_NCCL)
     good &= weights is not None
     good &= _sizes(here, "collective", collective, collective)
     with here.peer_memory():
@@ -67,7 +69,8 @@ def run(here: Here) -> None:
             gather = PullGather(groups.dp, here.device, streams)
             good &= _sizes(here, f"copy engine, staging {staging >> 20} MiB", gather, reduce)
         good &= _bits(here, "copy engine", groups, **PULLED) is not None
-        pulled = _train(here, groups, "reference", param_gather_transport="copy_engine")
+        only_gather = {**BY_NCCL, "param_gather_transport": "copy_engine"}
+        pulled = _train(here, groups, "reference", **only_gather)
         title = "bits, copy engine for the gather only = collective, reference"
         good &= _verdict(here, title, weights is not None and pulled == weights["reference"])
     here.say("all as it should be" if good else "NOT as it should be")
@@ -90,11 +93,12 @@ def _losses(here: Here) -> bool:
     good = True
     for ep in (1, here.world):
         groups = ProcessGroups.build(ep)
-        for overlap in (True, False):
-            got = _together(here, groups, overlap)
+        for overlap, transport in itertools.product((True, False), (BY_NCCL, PULLED)):
+            got = _together(here, groups, overlap, transport)
             error = max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
             title = (
-                f"losses, EP {ep} x EDP {here.world // ep}, overlap {'on' if overlap else 'off'}"
+                f"losses, EP {ep} x EDP {here.world // ep}, overlap {'on' if overlap else 'off'}, "
+                f"{'copy engine' if transport is PULLED else 'collective'}"
             )
             good &= _verdict(here, title, error < 1e-4, largest_relative_error=f"{error:.1e}")
     return good
@@ -115,11 +119,14 @@ def _alone(here: Here) -> list[float]:
     return losses
 
 
-def _together(here: Here, groups: ProcessGroups, overlap: bool) -> list[float]:
+def _together(
+    here: Here, groups: ProcessGroups, overlap: bool, transport: dict[str, Any]
+) -> list[float]:
     torch.manual_seed(7)
     model = Model(groups.ep).to(here.device)
-    config = OverlapConfig(overlap_param_gather=overlap, overlap_grad_reduce=overlap)
-    ddp = DistributedDataParallel(model, config, groups)
+    config = OverlapConfig(overlap_param_gather=overlap, overlap_grad_reduce=overlap, **transport)
+    with here.peer_memory():
+        ddp = DistributedDataParallel(model, config, groups)
     optimizer = DistributedOptimizer(ddp, torch.optim.AdamW, lr=1e-3)
     losses = []
     for step in range(STEPS):

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ranks import megatron
-from benchmarks.ranks.bound import exposed_backward, exposed_forward
 from benchmarks.ranks.here import Here
 from benchmarks.stages import Shape
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
+from overlap.bucket import Bucket
 from overlap.collectives import InFlight
+from profiling.bounds import backward_bound, forward_bound
 from profiling.ranges import Kind, parse
 
 LAYERS = 4
@@ -38,33 +39,33 @@ SHAPES = {
 class Variant:
     """A schedule: how the groups are made, what the engine is told, whether layers are fused."""
 
-    nccl: str = "hidden"
+    nccl: str = "balanced"
     fused: bool = False
     config: dict[str, Any] = field(default_factory=dict)
 
 
-PULLED = {"param_gather_transport": "copy_engine", "grad_reduce_transport": "copy_engine"}
+BY_NCCL = {"param_gather_transport": "collective", "grad_reduce_transport": "collective"}
+BF16 = {"reduce_dtype": torch.bfloat16}
 VARIANTS = {
     "no collectives": Variant(),
-    "serialised": Variant("nccl", config={"serialize": True}),
-    "fused": Variant("nccl", fused=True, config={"share_expert_buckets": True}),
-    "late": Variant("nccl", config={"prefetch_depth": 0}),
-    "split, nccl default": Variant("nccl", config={"collective_sms": 0}),
-    "split, 8 CTAs": Variant("hidden"),
-    "split, 16 CTAs": Variant("balanced"),
-    "split, pulled gather": Variant("hidden", config={"param_gather_transport": "copy_engine"}),
-    "split, pulled both": Variant("hidden", config=PULLED),
-    "split, pulled, bf16": Variant("hidden", config={"reduce_dtype": torch.bfloat16, **PULLED}),
-    "split, bf16 reduce": Variant("hidden", config={"reduce_dtype": torch.bfloat16}),
+    "serialised": Variant("nccl", config={"serialize": True, **BY_NCCL}),
+    "fused": Variant("nccl", fused=True, config={"share_expert_buckets": True, **BY_NCCL}),
+    "late": Variant("nccl", config={"prefetch_depth": 0, **BY_NCCL}),
+    "split, nccl default": Variant("nccl", config={"collective_sms": 0, **BY_NCCL}),
+    "split, 8 CTAs": Variant("narrow", config=BY_NCCL),
+    "split, 16 CTAs": Variant("balanced", config=BY_NCCL),
+    "split, bf16, 16 CTAs": Variant("balanced", config={**BF16, **BY_NCCL}),
+    "split, pulled gather": Variant(config={"grad_reduce_transport": "collective"}),
+    "split, bf16 pulled": Variant(config=BF16),
+    "serialised, pulled": Variant(config={"serialize": True}),
+    "split, our defaults": Variant(),
 }
-
-
 BRIEFLY = (  # of the reference backend, whose stages take twice the time
     "no collectives",
     "serialised",
     "split, nccl default",
-    "split, 8 CTAs",
-    "split, pulled gather",
+    "split, 16 CTAs",
+    "split, our defaults",
     "Megatron-core",
 )
 
@@ -163,7 +164,8 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
     here.say(f"\n{shape_name}, {LAYERS} layers, {backend}: {shape}")
     torch.manual_seed(1)
     model = Tower(here, shape, backend)
-    base = bound = 0.0
+    base = 0.0
+    stages: dict[str, float] = {}
     variants: dict[str, Variant | None] = dict(VARIANTS)
     if megatron.available():
         variants["Megatron-core"] = None
@@ -180,9 +182,12 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
             else:
                 training = Training(here, model, shape, variant)
                 if name == "no collectives":
-                    bound = _bound(here, training)
                     training.move_nothing()
+                    stages = _stage_times(here, training)
             ms, spread = steps(here, training.step)
+            bound = None
+            if variant is not None and name.startswith("split"):
+                bound = _bound(here, training, stages)
             training.close()
         except (RuntimeError, ValueError) as error:  # out of memory, a kernel that cannot
             here.say(f"  {name}: {type(error).__name__}: {error}")
@@ -191,7 +196,13 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
         base = base or ms
         here.say(
             f"  {name:22}{ms:9.2f} ms  ({spread[0]:.2f} to {spread[1]:.2f})"
-            f"  exposed {ms - base:7.2f}  bound {bound:6.2f}"
+            f"  exposed {ms - base:7.2f}"
+            + (
+                ""
+                if bound is None
+                else f"  bound {bound['forward']:6.2f} + {bound['backward']:6.2f}"
+            )
+            + ("" if not bound else f"  over it {(ms - base) / _total(bound):5.2f}")
         )
         here.note(
             shape=shape_name,
@@ -201,6 +212,7 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
             range_ms=spread,
             exposed_ms=ms - base,
             bound_ms=bound,
+            stages_ms=stages,
         )
         del training
         _free()
@@ -234,51 +246,54 @@ def steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, flo
     return float(slowest[0]), (min(times), float(slowest[1]))
 
 
-def _bound(here: Here, training: Training) -> float:
-    """What the schedule cannot hide, from the times of stages and collectives one by one."""
-    stages = _stage_times(here, training)
-    ddp = training.ddp
-    rounds = 1 if here.toy else 3
-    gathers, reduces = {}, {}
-    for bucket in ddp.buckets:
-        key = (bucket.layout.numel, bucket.group)
-        if key in gathers:
-            continue
+def _total(bound: dict[str, float]) -> float:
+    return max(1e-3, bound["forward"] + bound["backward"])
 
-        def gather(bucket: Any = bucket) -> None:
+
+def _bound(here: Here, training: Training, stages: dict[str, float]) -> dict[str, float]:
+    """What the schedule cannot hide, and the times of its collectives one by one."""
+    buckets = {bucket.name: bucket for bucket in training.ddp.buckets}
+    alone: dict[str, float] = {}
+    for weight in ("fc1", "fc2"):
+        bucket = buckets[f"layers.0.experts.{weight}_weight"]
+
+        def gather(bucket: Bucket = bucket) -> None:
             bucket._gather_by.all_gather(bucket.params, bucket.param_shard, "a gather").wait()
 
-        def reduce(bucket: Any = bucket) -> None:
-            bucket._reduce_by.reduce_scatter(bucket.grad_shard, bucket.grads, "a sum").wait()
+        def reduce(bucket: Bucket = bucket) -> None:
+            bucket._reduce_by.reduce_scatter(*bucket._outgoing(), "a sum").wait()
 
-        ms = here.medians({"gather": gather, "reduce": reduce}, rounds)
-        gathers[key], reduces[key] = ms["gather"], ms["reduce"]
-    by_name = {b.name: (b.layout.numel, b.group) for b in ddp.buckets}
-    forward_gathers, forward_computes, backward_reduces, backward_computes = [], [], [], []
-    for index in range(LAYERS):
-        for weight, stage in (("fc1", "stage1"), ("fc2", "stage2")):
-            name = f"layers.{index}.experts.{weight}_weight"
-            forward_gathers.append(gathers[by_name[name]])
-            forward_computes.append(stages[f"{stage}.forward"])
-    for _ in range(LAYERS):
-        fc2 = by_name["layers.0.experts.fc2_weight"]
-        fc1 = by_name["layers.0.experts.fc1_weight"]
-        backward_reduces += [reduces[fc2], reduces[fc1]]
-        backward_computes += [stages["stage1.backward"], stages["stage2.backward"]]
-    backward_computes[-1] = 0.0
-    forward = exposed_forward(forward_gathers, forward_computes, ahead=stages["optimizer_step"])
-    backward = exposed_backward(backward_reduces, backward_computes)
-    here.say(
-        f"  bound: forward {forward:.2f} ms, backward {backward:.2f} ms; stages "
-        + ", ".join(f"{name} {ms:.2f}" for name, ms in stages.items())
-        + f"; gathers {sorted(set(forward_gathers))}, reduces {sorted(set(backward_reduces))}"
-    )
-    here.note(bound={"forward": forward, "backward": backward}, stages=stages)
-    return forward + backward
+        ms = here.medians({"gather": gather, "reduce": reduce}, 1 if here.toy else 3)
+        alone.update({f"{weight} {what}": value for what, value in ms.items()})
+    # In ns. The first gather runs beside the rest of the optimizer's step.
+    gathers = [_ns(alone["fc1 gather"]), _ns(alone["fc2 gather"])] * LAYERS
+    compute = [_ns(stages["stage1.forward"]), _ns(stages["stage2.forward"])] * LAYERS
+    # From dW2 on: stage 1 backward, then the next layer's stage 2 backward.
+    spans = [_ns(stages["stage1.backward"]), _ns(stages["stage2.backward"])] * LAYERS
+    ready = [0, *itertools.accumulate(spans[:-1])]
+    reductions = [_ns(alone["fc2 reduce"]), _ns(alone["fc1 reduce"])] * LAYERS
+    return {
+        "forward": forward_bound(gathers, [_ns(stages["optimizer_step"]), *compute[:-1]]) / 1e6,
+        "backward": backward_bound(reductions, ready, ready[-1]) / 1e6,
+        **alone,
+    }
+
+
+def _ns(ms: float) -> int:
+    return int(ms * 1e6)
+
+
+_TIMED = (
+    Kind.STAGE1_FORWARD,
+    Kind.STAGE2_FORWARD,
+    Kind.STAGE1_BACKWARD,
+    Kind.STAGE2_BACKWARD,
+    Kind.OPTIMIZER_STEP,
+)
 
 
 def _stage_times(here: Here, training: Training) -> dict[str, float]:
-    """Median time of each stage and of the optimizer's step, from a profile of serialised steps."""
+    """Median time of each stage and of the optimizer's step, from a profile of a step."""
     for _ in range(2):
         training.step()
     here.synchronize()
@@ -292,13 +307,13 @@ def _stage_times(here: Here, training: Training) -> dict[str, float]:
     times: dict[str, list[float]] = {}
     for event in profiler.events():
         parsed = parse(event.name)
-        if parsed is None or parsed.kind in (Kind.ITERATION,):
+        if parsed is None or parsed.kind not in _TIMED:
             continue
         ms = event.device_time_total / 1e3 if here.cuda else event.cpu_time_total / 1e3
         if ms:
             times.setdefault(parsed.kind.value.partition("::")[2], []).append(ms)
     result = {name: statistics.median(values) for name, values in times.items()}
-    for name in ("stage1.forward", "stage2.forward", "stage1.backward", "stage2.backward"):
-        result.setdefault(name, 0.0)
-    result.setdefault("optimizer_step", 0.0)
-    return {n: ms for n, ms in result.items() if not n.startswith(("param_", "grad_"))}
+    for kind in _TIMED:
+        result.setdefault(kind.value.partition("::")[2], 0.0)
+    here.say("  " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in sorted(result.items())))
+    return result

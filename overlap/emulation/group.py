@@ -21,10 +21,11 @@ from torch import Tensor
 from overlap.emulation.link import EmulatedLink
 from overlap.emulation.transfer import NONE, Transfer
 from overlap.emulation.wires import Delivery, Wire, wire_for
+from profiling import ranges
 
 __all__ = ["BACKEND", "EmulatedProcessGroup", "init_process_group", "link_of", "register"]
 
-BACKEND = "emulated"
+BACKEND = ranges.EMULATED
 
 
 class EmulatedWork(dist.Work):

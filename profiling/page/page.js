@@ -7,7 +7,7 @@ const canvas = document.getElementById("lanes");
 const overview = document.getElementById("overview");
 const tip = document.getElementById("tip");
 const spoken = document.getElementById("spoken");
-const LANE = 24, GAP = 6, HEAD = 26, AXIS = 24, SHORTEST = 50; // pixels; nanoseconds
+const LANE = 26, GAP = 6, HEAD = 30, AXIS = 24, SHORTEST = 50; // pixels; nanoseconds
 const view = { from: 0, to: data.length };
 let colours = {}, rows = [], labels = 0, hovered = null;
 
@@ -67,7 +67,7 @@ function readColours() {
     const [r, g, b] = rgb.match(/[\d.]+/g).map((part) => (part / 255) ** 2.2);
     return 0.21 * r + 0.72 * g + 0.07 * b > 0.18 ? "#10151b" : "#fff";
   });
-  colours.hatch = hatch(colours.exposed, 5, 1.6);
+  colours.hatch = hatch(colours.exposed, 7, 1.8);
   colours.dots = hatch(colours.wait, 7, 1);
 }
 
@@ -101,7 +101,7 @@ function draw() {
 }
 
 function axis(c) {
-  const wanted = (view.to - view.from) / Math.max(2, (width() - labels) / 110);
+  const wanted = (view.to - view.from) / Math.max(2, (width() - labels) / (narrow() ? 72 : 110));
   const power = 10 ** Math.floor(Math.log10(wanted));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= wanted);
   c.fillStyle = colours.soft;
@@ -131,6 +131,7 @@ function lane(c, row) {
   c.beginPath();
   c.rect(labels, row.y - GAP, width() - labels, LANE + GAP);
   c.clip();
+  const named = [];
   let painted = -1; // the pixel that the last short slice coloured
   for (let i = firstAfter(row.reach, view.from); i < row.start.length; i++) {
     if (row.start[i] > view.to) break;
@@ -138,6 +139,7 @@ function lane(c, row) {
     if (wide < 1 && Math.floor(left) === painted) continue;
     if (wide < 1) painted = Math.floor(left);
     slice(c, row, i, left, Math.max(wide, 0.75));
+    if (wide > 50) named.push(i);
   }
   for (const [start, end] of row.exposed) {
     if (end < view.from || start > view.to) continue;
@@ -147,6 +149,7 @@ function lane(c, row) {
     c.fillStyle = colours.exposed;
     c.fillRect(left, row.y + LANE - 4, wide, 4); // a short one is as faint as it is short
   }
+  for (const i of named) caption(c, row, i);
   c.restore();
   c.textAlign = "left";
   c.fillStyle = colours.soft;
@@ -165,11 +168,24 @@ function slice(c, row, i, left, wide) {
     c.fillStyle = colours.paints[paint];
     c.fillRect(left, row.y, wide > 4 ? wide - 0.75 : wide, LANE);
   }
-  const from = Math.max(left, labels), room = Math.min(left + wide, width()) - from - 10;
-  if (room < 40) return;
-  c.fillStyle = data.paints[paint][0] === "wait" ? colours.text : colours.ink[paint];
-  c.textAlign = "left";
-  c.fillText(fitted(c, called(row, i), room), from + 5, row.y + LANE / 2);
+}
+
+// A slice's name, on a ground of its paint, so that hatching does not run through it.
+function caption(c, row, i) {
+  const paint = row.paint[i], from = Math.max(x(row.start[i]), labels) + 5;
+  const room = Math.min(x(row.start[i] + row.length[i]), width()) - from - 5;
+  let text = called(row, i);
+  if (c.measureText(text).width > room)
+    text = row.layer[i] < 0 ? fitted(c, text, room) : data.paints[paint][1];
+  if (text.length < 8 || c.measureText(text).width > room) return;
+  const waits = data.paints[paint][0] === "wait";
+  c.lineWidth = 4;
+  c.lineJoin = "round";
+  c.strokeStyle = waits ? colours.track : colours.paints[paint];
+  c.strokeText(text, from, row.y + LANE / 2);
+  c.lineWidth = 1;
+  c.fillStyle = waits ? colours.text : colours.ink[paint];
+  c.fillText(text, from, row.y + LANE / 2);
 }
 
 function called(row, i) {
@@ -212,7 +228,7 @@ function highlight(c) {
   c.strokeRect(left, row.y, Math.max(2, Math.min(right, width()) - left), LANE);
   c.lineWidth = 1;
   const one = data.collectives[row.collective[i]];
-  if (!one || x(one.start) < labels) return;
+  if (!one || one.issue === null || x(one.start) < labels) return;
   const issued = Math.max(x(one.issue), labels), y = row.y - GAP / 2;
   c.beginPath();
   c.moveTo(issued, y);
@@ -272,7 +288,8 @@ function facts(row, i) {
   if (during) lines.unshift(["iteration", during.name]);
   const one = data.collectives[row.collective[i]];
   if (!one) return lines;
-  lines.push(["issued before", exact(one.start - one.issue)], ["transfer", exact(one.transfer)]);
+  if (one.issue !== null) lines.push(["issued before", exact(one.start - one.issue)]);
+  lines.push(["transfer", exact(one.transfer)]);
   for (const [stage, length] of one.under)
     lines.push([`under ${stage}`, percent(length, one.transfer)]);
   if (one.beside) lines.push(["under other compute", percent(one.beside, one.transfer)]);
@@ -298,7 +315,8 @@ function say(target, px, py) {
       title.after(Object.assign(document.createElement("div"), { textContent: name, className: "soft" }));
     const wide = tip.offsetWidth, room = box.clientWidth;
     tip.style.left = `${Math.max(8, Math.min(px + 14, room - wide - 8))}px`;
-    tip.style.top = `${py + 18}px`;
+    const below = box.getBoundingClientRect().top + py + 18 + tip.offsetHeight < innerHeight;
+    tip.style.top = `${below ? py + 18 : py - tip.offsetHeight - 12}px`;
   }
   draw();
 }
