@@ -24,7 +24,7 @@ from profiling.spans import BACKWARD
 from tests.corpus import assume_lines, build, layer_name
 from tests.corpus_runs import PLAIN, THRESHOLD, cases
 
-CASES = int(os.environ.get("CORPUS_CASES", "300"))  # 2,000 take a minute
+CASES = int(os.environ.get("CORPUS_CASES", "300"))  # 2,000 take two minutes
 # Why the verdict on a run that can be known may be withheld.
 REASONS = (
     "lasted over",  # too many first occurrences of which no other rank says how long they were
