@@ -285,7 +285,7 @@ class Bucket:
         with ranges.span(Kind.GRAD_REDUCE, self.name):
             self._join_grad_stream()
             self._reduce = self.reduce_by.reduce_scatter(
-                *self._outgoing(), f"the reduce-scatter of bucket {self.name}"
+                *self._outgoing(), f"the reduce-scatter of bucket {self.name}", self.scale
             )
         self._budget.issued(self.reduce_by, self._reduce)
 
@@ -307,6 +307,7 @@ class Bucket:
         """Order the current stream after the reduce-scatter; the shard then holds its result."""
         if self.grad_state is not GradState.REDUCING:
             return
+        scaled = False
         if self._reduce is not None:
             with ranges.span(Kind.GRAD_WAIT, self.name):
                 self._clock.around(self._reduce.wait)
@@ -315,7 +316,8 @@ class Bucket:
             if shard.dtype != self.grad_shard.dtype:
                 self.grad_shard.copy_(shard)
             self._reduce = None
-        if self.scale != 1.0:
+            scaled = self.reduce_by.scales
+        if self.scale != 1.0 and not scaled:
             self.grad_shard.mul_(self.scale)
         self._move_grads(GradState.REDUCED)
 

@@ -132,6 +132,7 @@ class PullReduce(_Pull):
     """
 
     stream = "reduce"
+    scales = True
 
     def __init__(
         self,
@@ -154,7 +155,9 @@ class PullReduce(_Pull):
         ]
         self._turn = 0
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+    def reduce_scatter(
+        self, shard: Tensor, source: Tensor, what: str, scale: float = 1.0
+    ) -> InFlight:
         region, start = self._find(source)
         numel = shard.numel()
         first = start + self._rank * numel
@@ -165,7 +168,8 @@ class PullReduce(_Pull):
             region.barrier()
         for begin in range(0, numel, piece):
             end = min(begin + piece, numel)
-            self._reduce_piece(region, slice(first + begin, first + end), shard[begin:end])
+            part = slice(first + begin, first + end)
+            self._reduce_piece(region, part, shard[begin:end], scale)
         with self._streams.on(self._side):
             region.barrier()
             read = self._streams.mark()
@@ -174,7 +178,7 @@ class PullReduce(_Pull):
             added = self._streams.mark()
         return InFlight(_Enqueued(self._streams, added), (shard, source), what)
 
-    def _reduce_piece(self, region: Region, part: slice, out: Tensor) -> None:
+    def _reduce_piece(self, region: Region, part: slice, out: Tensor, scale: float) -> None:
         stage = self._stages[self._turn]
         self._turn = 1 - self._turn
         source = region.local[part]
@@ -187,5 +191,5 @@ class PullReduce(_Pull):
             pulled = self._streams.mark()
         with self._streams.on(self._adding):
             self._streams.after(pulled)
-            add_in_order(source, staged, self._rank, out)
+            add_in_order(source, staged, self._rank, out, scale)
             stage.free = self._streams.mark()

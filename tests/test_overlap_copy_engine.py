@@ -100,8 +100,10 @@ def reductions(count: int, staging_bytes: int) -> None:
         source.copy_(parts[rank])
         own = slice(rank * numel, (rank + 1) * numel)
         for out in (torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16), source[own]):
-            transport.reduce_scatter(out, source, "a reduction").wait()
-            assert torch.equal(out, in_order([part[own] for part in parts], out.dtype))
+            scale = pick.choice((1.0, 1 / 3))
+            transport.reduce_scatter(out, source, "a reduction", scale).wait()
+            total = in_order([part[own] for part in parts], torch.float32) * scale
+            assert torch.equal(out, total.to(out.dtype))
         source[own] = parts[rank][own]
         assert torch.equal(source, parts[rank])  # in place, nothing but the own part was written
 

@@ -226,7 +226,7 @@ def _free() -> None:
 
 def steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, float]]:
     """Median and range of single steps in a row, of the slowest rank."""
-    warm, count = (1, 2) if here.toy else (3, 7)
+    warm, count = (1, 2) if here.toy else (4, 8)
     for _ in range(warm):
         step()
     here.barrier()
