@@ -81,18 +81,12 @@ def run(layer: Any, inputs: list[Tensor], padding: Tensor | None) -> dict[str, T
 
 def logged() -> dict[str, Tensor]:
     """The balancing losses that Megatron's log holds; empties it."""
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
-        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
-        losses = {name: entry["values"].clone() for name, entry in tracker.items()}
-        tracker.clear()
-        return losses
-    from megatron.core.transformer.moe import moe_logging  # from 0.17 on
-
-    metrics = moe_logging.get_moe_metrics_tracker().metrics
-    losses = {name: entry.values.clone() for name, entry in metrics.items()}
-    moe_logging.destroy_moe_metrics_tracker()
+    entries = get_moe_layer_wise_logging_tracker().items()
+    losses = {name: entry["values"].clone() for name, entry in entries if entry["values"].any()}
+    for _, entry in entries:
+        entry["values"].zero_()
     return losses
 
 

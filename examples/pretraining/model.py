@@ -133,7 +133,8 @@ def build_chunks(
     )
     spec = change_spec(spec)
     if not fused:
-        spec = with_causal_attention(spec)
+        one_step = args.multi_latent_attention and args.q_lora_rank is None
+        spec = with_causal_attention(spec, one_step_queries=one_step)
     mtp_spec = (
         get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused)
         if args.mtp_num_layers
