@@ -125,10 +125,11 @@ def _is_wanted(config: Any, wanted: dict[str, tuple[int, ...]]) -> bool:
 
 def compile_ahead(peer: str, shape: Shape, index: int) -> None:
     """Compile a peer's kernels into Triton's cache on disk, of Liger one candidate of each."""
+    shape = replace(shape, tokens=64)  # no product is compiled for its number of tokens,
     if peer == "liger":
         narrow_liger(index)
-    # No product is compiled for its number of tokens.
-    both(LOADERS[peer](), Inputs(replace(shape, tokens=64)))
+        shape = replace(shape, experts=shape.top_k)  # nor Liger's for that of experts
+    both(LOADERS[peer](), Inputs(shape))
     torch.cuda.synchronize()
 
 
