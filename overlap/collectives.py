@@ -93,9 +93,11 @@ class Gathers(Protocol):
     """Who gathers the buckets of one group, one after the other.
 
     Attributes:
+        name: What plans call it.
         sms: SMs that compute should leave free while something is under way.
     """
 
+    name: str
     sms: int
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -110,6 +112,7 @@ class Gathers(Protocol):
 class Reduces(Protocol):
     """Who reduces the buckets of one group; as `Gathers`."""
 
+    name: str
     sms: int
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
@@ -121,6 +124,8 @@ class Reduces(Protocol):
 
 class Collective:
     """The transport that is the process group's own collectives (NCCL's, gloo's)."""
+
+    name = "collective"
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, sms: int) -> None:
         self.group = group

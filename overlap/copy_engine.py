@@ -53,13 +53,14 @@ class _Pull:
     Groups share their streams, one a direction: all ranks issue in one order, dense and expert.
     """
 
-    name = ""
+    name = "copy engine"
+    stream = ""  # whose copies go one after the other
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         self.group = group
         self._device = device
         self._streams = streams
-        self._side = streams.side(self.name)
+        self._side = streams.side(self.stream)
         self._rank = dist.get_rank(group)
         size = dist.get_world_size(group)
         # Each rank starts with the next one, so that not all pull from the same.
@@ -89,7 +90,7 @@ class _Pull:
 class PullGather(_Pull):
     """All-gather; see `overlap.collectives.Gathers`."""
 
-    name = "gather"
+    stream = "gather"
     sms = 0
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
@@ -130,7 +131,7 @@ class PullReduce(_Pull):
         staging_bytes: Of all staging buffers; fewer make more and smaller pieces.
     """
 
-    name = "reduce"
+    stream = "reduce"
 
     def __init__(
         self,

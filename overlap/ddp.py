@@ -261,6 +261,8 @@ class DistributedDataParallel(nn.Module):
                     padding=layout.padding,
                     group="edp" if layout.expert else "dp",
                     group_size=layout.group_size,
+                    gather_by=bucket.gather_by.name,
+                    reduce_by=bucket.reduce_by.name,
                     gather_issued=issued,
                     gather_waited=waited,
                     reduce_issued="gradient hook"

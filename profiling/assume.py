@@ -1,14 +1,16 @@
 """What the user says about a trace that cannot say it: the weights, their sizes, the layers.
 
-layers = ["decoder.layers.0.mlp.experts", "decoder.layers.1.mlp.experts"]  # in forward order
+    layers = ["decoder.layers.0.mlp.experts", "decoder.layers.1.mlp.experts"]  # in forward order
 
-[[weight]]                 # one per expert weight of a layer
-name = "fc2_weight"
-elements = 234881024       # of its whole padded bucket, before sharding
-group_size = 8             # ranks that shard it
+    [[weight]]                 # one per expert weight of a layer
+    name = "fc2_weight"
+    elements = 234881024       # of its whole padded bucket, before sharding
+    group_size = 8             # ranks that shard it
 
-[stage]                    # optional: regular expressions for the names of ranges
-"stage1.forward" = 'Experts\\.fc1 forward'
+    [stage]                    # optional: regular expressions for whole names of ranges
+    "stage1.forward" = 'Experts.fc1 forward'
+
+`inference` and `layering` say what is made of it.
 """
 
 from __future__ import annotations

@@ -6,13 +6,16 @@ A finding is made only of what was measured, and its sentence holds the figures 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from profiling.attribution import CPU
 from profiling.evidence import FEWEST, Evidence, share
-from profiling.intervals import EMPTY, intersect, total
+from profiling.intervals import EMPTY, intersect, total, window
 from profiling.metrics import Occurrence
 from profiling.rules import ANY
 
@@ -98,8 +101,7 @@ def _causes(evidence: Evidence, low: Sequence[Occurrence]) -> list[Finding]:
     if hidden:
         found.append(_half_hidden(evidence, low, hidden))
     elif not found:
-        who = "anything computed" if evidence.rule.stage == ANY else "the stage was busy"
-        found.append(Finding(FindingKind.NOT_HIDDEN, f"no part of it ran while {who}"))
+        found.append(_not_hidden(evidence, low))
     return found
 
 
@@ -154,17 +156,15 @@ def _wrong_stage(evidence: Evidence, low: Sequence[Occurrence]) -> Finding | Non
     if evidence.rule.stage == ANY:
         return None
     transfer = sum(one.transfer for one in low)
-    under: dict[str, int] = {}
+    under: Counter[str] = Counter()
     beside = 0
     own = {(run.span.kind, run.span.name) for _, run in evidence.runs}
     for one in low:
-        attribution = one.subject.rank.attribution
-        for (kind, layer), busy in attribution.stage_busy.items():
+        for (kind, layer), length in one.subject.rank.under(one.when).items():
             if (kind, layer) not in own:
-                name = f"{kind.value.removeprefix('megamoe::')} of {layer}"
-                under[name] = under.get(name, 0) + total(intersect(one.when, busy))
-        compute = attribution.compute.get(one.subject.found.device, EMPTY)
-        beside += total(intersect(one.when, compute))
+                under[f"{kind.value.removeprefix('megamoe::')} of {layer}"] += length
+        compute = one.subject.rank.attribution.compute
+        beside += total(intersect(one.when, compute.get(one.subject.found.device, EMPTY)))
     name = max(under, key=lambda key: under[key], default="")
     if name and under[name] > MOST * transfer:
         return Finding(
@@ -182,19 +182,55 @@ def _wrong_stage(evidence: Evidence, low: Sequence[Occurrence]) -> Finding | Non
     return None
 
 
+def _not_hidden(evidence: Evidence, low: Sequence[Occurrence]) -> Finding:
+    """Say what is known where nothing else explains it."""
+    who = "anything computed" if evidence.rule.stage == ANY else "the stage was busy"
+    text = f"no part of it ran while {who}"
+    early = [one.lead for one in low if one.lead is not None and one.lead >= 0]
+    if len(early) == len(low):
+        text += (
+            f", though it was issued {_ms(early)} before the stage's work: look at what its own "
+            "stream did until it began"
+        )
+    return Finding(FindingKind.NOT_HIDDEN, text)
+
+
 def _half_hidden(evidence: Evidence, low: Sequence[Occurrence], hidden: float) -> Finding:
-    """Say how much of it lay outside, and whether the stage was too short for it."""
+    """Say how much of it lay outside, and where; or that the stage is too short for it."""
     transfer = _ms([one.transfer for one in low])
     text = f"{hidden:.0%} hidden in {len(low)} of {len(evidence.kept)}: {transfer} each"
     stage = [total(run.busy) for _, run in evidence.runs if len(run.busy)]
-    if stage and statistics.median(stage) < statistics.median(one.transfer for one in low):
-        text += (
-            f", while the stage is busy for {_ms(stage)} only: it takes more tokens per expert or "
-            "a faster link to hide it"
-        )
-    elif stage:
-        text += f", while the stage is busy for {_ms(stage)}: it would fit if it began earlier"
+    if stage:
+        text += f", while the stage is busy for {_ms(stage)}"
+        if statistics.median(stage) < statistics.median(one.transfer for one in low):
+            text += ": only more tokens per expert or a faster link can hide it"
+        else:
+            text += f" and most of the rest lies {_rest(evidence, low)}"
     return Finding(FindingKind.HALF_HIDDEN, text)
+
+
+def _rest(evidence: Evidence, low: Sequence[Occurrence]) -> str:
+    """Return where the part of the transfers lies that their stages do not hide."""
+    where = {
+        "before it: begin it later, or the stage sooner": 0,
+        "in gaps of its own work": 0,
+        "after it: begin it earlier": 0,
+    }
+    before, between, after = where
+    own = {(run.span.kind, run.span.name) for _, run in evidence.runs}
+    for one in low:
+        busy = one.subject.rank.attribution.stage_busy
+        rows = [intersect(one.when, busy[key]) for key in own if key in busy]
+        covered = np.concatenate([*rows, EMPTY])
+        if not len(covered):
+            continue
+        first, last = int(covered[:, 0].min()), int(covered[:, 1].max())
+        early = total(intersect(one.when, window(int(one.when[0, 0]), first)))
+        late = total(intersect(one.when, window(last, int(one.when[-1, 1]))))
+        where[before] += early
+        where[after] += late
+        where[between] += one.transfer - one.hidden - early - late
+    return max(where, key=lambda key: where[key])
 
 
 def bad_ranks(evidence: Evidence, threshold: float) -> list[str]:

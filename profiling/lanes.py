@@ -117,7 +117,7 @@ def lanes_of(rank: Attribution, parts: Sequence[Parts]) -> list[Lane]:
         found = list(_threads(rank, parts, events))
     found.sort(key=lambda lane: (lane[0], *_order(lane[2])))
     lanes = []
-    waits = [(one.collective.found.device, one.wait) for one in parts if len(one.wait)]
+    waits = [(one.subject.found.device, one.wait) for one in parts if len(one.wait)]
     for device, title, slices in found:
         if device != CPU:
             slices, waits = _with_waits(device, slices, waits)
@@ -135,8 +135,10 @@ def _events(rank: Attribution, parts: Sequence[Parts]) -> Slices:
     for index, stage in enumerate(rank.stages):
         paint[stage.events], owner[stage.events] = _OF_KIND[stage.span.kind], index
     for index, one in enumerate(parts):
-        found = one.collective.found
-        paint[found.events], owner[found.events] = _OF_KIND[one.collective.issue.kind], index
+        events, kind = one.subject.found.events, one.subject.kind
+        owner[events] = index
+        if kind is not None:
+            paint[events] = _OF_KIND[kind]
     return Slices(trace.start, trace.end, paint, trace.name, owner)
 
 
@@ -172,7 +174,9 @@ def _threads(
         waited = [
             (row, Paint.WAIT, index)
             for index, one in enumerate(parts)
-            if one.collective.wait is not None and one.collective.wait.lane == lane
+            if one.subject.collective is not None
+            and one.subject.collective.wait is not None
+            and one.subject.collective.wait.lane == lane
             for row in one.wait
         ]
         ours = _drawn(ran + waited)
@@ -258,11 +262,14 @@ def _exposed(rank: Attribution, parts: Sequence[Parts], device: int, slices: Sli
 
     Of a collective whose transfer is known only that counts, as in the figures.
     """
-    own = slices.pick((slices.paint == Paint.GATHER) | (slices.paint == Paint.REDUCE))
-    rest = slices.pick(slices.paint == Paint.COMMUNICATION)
+    sent = slices.pick(np.isin(slices.paint, COMMUNICATING))
+    rest = sent.pick(sent.owner == NOTHING)
     found = [subtract(union(rest.start, rest.end), rank.compute.get(device, EMPTY))]
-    for owner in np.unique(own.owner).tolist():
-        mine = own.pick(own.owner == owner)
-        found.append(intersect(union(mine.start, mine.end), parts[owner].exposed))
+    own = sent.pick(np.argsort(sent.owner, kind="stable")[len(rest) :])
+    for group in np.split(np.arange(len(own)), np.flatnonzero(np.diff(own.owner)) + 1):
+        if len(group):
+            mine = own.pick(group)
+            exposed = parts[int(mine.owner[0])].exposed
+            found.append(intersect(union(mine.start, mine.end), exposed))
     rows = np.concatenate(found)
     return union(rows[:, 0], rows[:, 1])

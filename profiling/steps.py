@@ -18,9 +18,8 @@ import numpy as np
 from profiling.classification import Work, has_device_work
 from profiling.intervals import total
 from profiling.peers import Transfers
-from profiling.ranges import Kind
 from profiling.rules import Iterations
-from profiling.subjects import RankFacts
+from profiling.subjects import RankFacts, Subject
 from profiling.understanding import Reading
 
 __all__ = ["NotComparableError", "Steps", "same_run", "steps"]
@@ -38,7 +37,8 @@ class Steps:
 
     Attributes:
         step_ms: How long each took.
-        communication_ms: How long each one's attributed collectives transferred, added up.
+        communication_ms: How long each one's collectives transferred, added up: those with a name
+            of ours, or all where none has one.
     """
 
     path: str
@@ -90,16 +90,17 @@ def _lengths(rank: RankFacts) -> dict[int, int]:
 def _communication(rank: RankFacts, transfers: Transfers) -> dict[int, int]:
     """Return number of the iteration -> nanoseconds of transfer that it issued."""
     moved: defaultdict[int, int] = defaultdict(int)
-    for subject in rank.subjects:
+    for subject in _compared(rank):
         found = subject.found
-        if (
-            subject.collective is not None
-            and subject.iteration is not None
-            and len(found.busy)
-            and found.group_size != 1
-        ):
+        if subject.iteration is not None and len(found.busy) and found.group_size != 1:
             moved[subject.iteration] += total(transfers.of(subject)[0])
     return moved
+
+
+def _compared(rank: RankFacts) -> Sequence[Subject]:
+    """Return the collectives that have a name of ours; all, in a trace that has none such."""
+    named = [subject for subject in rank.subjects if subject.collective is not None]
+    return named or rank.subjects
 
 
 def same_run(ours: Reading, theirs: Reading) -> None:
@@ -132,9 +133,4 @@ def _layer_names(ranks: Sequence[RankFacts]) -> set[str]:
 
 
 def _collective_names(ranks: Sequence[RankFacts]) -> set[str]:
-    word = {Kind.PARAM_GATHER: "gather of", Kind.GRAD_REDUCE: "reduction of"}
-    return {
-        f"{word.get(collective.issue.kind, collective.issue.kind.value)} {collective.issue.name}"
-        for rank in ranks
-        for collective in rank.attribution.collectives
-    }
+    return {subject.label for rank in ranks for subject in _compared(rank)}

@@ -25,12 +25,15 @@ from profiling.trace import Category
 __all__ = ["Queue", "RankFacts", "Subject"]
 
 
+Times = npt.NDArray[np.int64]
+
+
 class Queue(NamedTuple):
     """The compute kernels of a stream, by start; int64 [n] each."""
 
-    starts: npt.NDArray[np.int64]
-    done: npt.NDArray[np.int64]  # when this kernel and all before it had ended
-    launched: npt.NDArray[np.int64]  # -1 where the trace does not say
+    starts: Times
+    done: Times  # when this kernel and all before it had ended
+    launched: Times  # -1 where the trace does not say
 
 
 class RankFacts:
@@ -124,6 +127,27 @@ class RankFacts:
     @cached_property
     def _queues(self) -> dict[tuple[int, int], Queue]:
         return {}
+
+    def under(self, when: Intervals) -> dict[tuple[Kind, str], int]:
+        """Return how much of ``when`` each stage of each layer was busy in, in nanoseconds."""
+        found: defaultdict[tuple[Kind, str], int] = defaultdict(int)
+        keys, starts, ends, reach = self._stages
+        for begin, end in when.tolist():
+            first, last = np.searchsorted(reach, begin, "right"), np.searchsorted(starts, end)
+            for row in range(int(first), int(last)):
+                length = min(end, int(ends[row])) - max(begin, int(starts[row]))
+                if length > 0:
+                    found[keys[row]] += length
+        return dict(found)
+
+    @cached_property
+    def _stages(self) -> tuple[list[tuple[Kind, str]], Times, Times, Times]:
+        """The stages' busy intervals by start: whose, start, end, and the last end up to there."""
+        parts = [(key, row) for key, busy in self.attribution.stage_busy.items() for row in busy]
+        parts.sort(key=lambda part: int(part[1][0]))
+        rows = np.array([row for _, row in parts], np.int64).reshape(-1, 2)
+        reach = np.maximum.accumulate(rows[:, 1]) if len(rows) else rows[:, 1]
+        return [key for key, _ in parts], rows[:, 0], rows[:, 1], reach
 
     @cached_property
     def compute_streams(self) -> dict[int, tuple[int, ...]]:

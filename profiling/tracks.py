@@ -54,9 +54,9 @@ class Tracks:
             parts: What `cut_up` returned for it.
         """
         base = _base(rank)
-        devices = sorted({one.collective.found.device for one in parts})
+        devices = sorted({one.subject.found.device for one in parts})
         for device in devices:
-            here = [one for one in parts if one.collective.found.device == device]
+            here = [one for one in parts if one.subject.found.device == device]
             place = "CPU" if device == CPU else f"GPU {device}"
             process = self._process(f"{rank.trace.label}, {place}: communication")
             for title, slices in (
@@ -101,10 +101,11 @@ class Tracks:
         )
 
     def _arrow(self, rank: Attribution, one: Parts, base: int) -> None:
-        """Draw the arrow from an issue to what it started, if that began no earlier."""
-        trace, issue, events = rank.trace, one.collective.issue, one.collective.found.events
-        if not len(events):
+        """Draw the arrow from an issue of ours to what it started, if that began no earlier."""
+        trace, collective, events = rank.trace, one.subject.collective, one.subject.found.events
+        if collective is None or not len(events):
             return
+        issue = collective.issue
         first = int(events[trace.start[events].argmin()])
         # Clocks of a device and its host differ by microseconds: the end must follow the start.
         end = max(int(trace.start[first]), issue.start + 1)
@@ -134,18 +135,17 @@ def _plain(parts: Sequence[Parts], which: str) -> Iterator[_Slice]:
 
 
 def _named(one: Parts, when: Intervals, how: str) -> Iterator[_Slice]:
-    issue = one.collective.issue
+    subject = one.subject
     args = {
-        "collective": issue.kind.value,
-        "layer": issue.name,
-        "iteration": one.collective.iteration,
+        "name": subject.name,
+        "kind": "foreign" if subject.kind is None else subject.kind.value,
+        "iteration": subject.iteration,
         "how": how,
         "transfer_us": total(one.transfer) / 1000,
+        "inferred": subject.inferred,
     }
-    if one.collective.inferred:
-        args["inferred"] = one.collective.source.value
     for start, end in when.tolist():
-        yield _Slice(start, end, f"{issue.name} {how}", args)
+        yield _Slice(start, end, f"{subject.name} {how}", args)
 
 
 def _base(rank: Attribution) -> int:

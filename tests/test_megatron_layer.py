@@ -32,6 +32,7 @@ SCENARIOS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"router": "fused"},
     ),
     "one expert group": (1, cases.DEEPSEEK, {}),
+    "expert bias": (4, {**cases.DEEPSEEK, "moe_router_enable_expert_bias": True}, {}),
     "recomputed": (
         2,
         {
@@ -80,11 +81,18 @@ def run(layer: Any, inputs: list[Tensor], padding: Tensor | None) -> dict[str, T
 
 def logged() -> dict[str, Tensor]:
     """The balancing losses that Megatron's log holds; empties it."""
-    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.moe import moe_utils
 
-    tracker = get_moe_layer_wise_logging_tracker()
-    losses = {name: entry["values"].clone() for name, entry in tracker.items()}
-    tracker.clear()
+    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        losses = {name: entry["values"].clone() for name, entry in tracker.items()}
+        tracker.clear()
+        return losses
+    from megatron.core.transformer.moe import moe_logging  # from 0.17 on
+
+    metrics = moe_logging.get_moe_metrics_tracker().metrics
+    losses = {name: entry.values.clone() for name, entry in metrics.items()}
+    moe_logging.destroy_moe_metrics_tracker()
     return losses
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import zstandard
 
 import profiling
 from profiling import splicing
@@ -87,13 +88,10 @@ def test_tracks_hold_the_figures(tmp_path, variant):
         kind = "overlap::param_gather" if gathers else "overlap::grad_reduce"
         stage = f"under stage1.{'forward' if gathers else 'backward'}[{row.layer}]"
 
-        def own(title, kind=kind, layer=f"{row.layer}.fc2_weight"):
-            each = [
-                one for name, slices in found.items() if name.startswith(title) for one in slices
-            ]
-            return [
-                s for s in each if (s["args"]["collective"], s["args"]["layer"]) == (kind, layer)
-            ]
+        def own(title, moves=(kind, f"{row.layer}.fc2_weight")):
+            titles = [name for name in found if name.startswith(title)]
+            each = [one for name in titles for one in found[name]]
+            return [one for one in each if (one["args"]["kind"], one["args"]["name"]) == moves]
 
         hidden = sum(one["dur"] for one in own("hidden") if one["args"]["how"] == stage)
         exposed = sum(one["dur"] for one in own("exposed"))
@@ -191,6 +189,23 @@ def test_collectives_at_once_get_tracks_of_their_own(tmp_path):
         "exposed": [(1100, 200)],
         "exposed 2": [(1150, 250)],
     }
+
+
+def test_communication_of_a_foreign_trace_has_its_tracks(tmp_path):
+    trace = TraceBuilder()
+    at = 1e6
+    trace.kernel("void gemm()", at, at + 100, at + 1000)
+    trace.kernel("ncclDevKernel_AllReduce", at + 5, at + 900, at + 1200, stream=21)
+    (done,) = annotate(trace.write(tmp_path), tmp_path / "out.json")
+    entry = read(done.path)
+    slices, arrows, _ = added(entry)
+    found = tracks(slices, entry)
+    assert {title: [(s["ts"] - at, s["dur"]) for s in found[title]] for title in found} == {
+        "hidden": [(900, 100)],
+        "exposed": [(1000, 200)],
+    }
+    assert slices[0]["name"] == "ncclDevKernel_AllReduce under other compute"
+    assert not arrows  # it has no range around its issue; the source's own arrows stay
 
 
 def test_a_nanosecond_since_1970_survives(tmp_path):
@@ -329,6 +344,17 @@ def test_a_source_is_never_replaced(tmp_path):
     with pytest.raises(AnnotateError, match="is the profile itself"):
         annotate(source, tmp_path / "link.json")
     assert source.read_bytes() == content
+
+
+def test_a_directory_is_made_and_zstd_becomes_gzip(tmp_path):
+    trace = TraceBuilder()
+    for number in range(2):
+        gpu_iteration(trace, number, 1e6 + 2000 * number, gather=(150, 650))
+    source = tmp_path / "rank0.json.zst"
+    source.write_bytes(zstandard.compress(trace.text().encode()))
+    (done,) = annotate(source, tmp_path / "new" / "out")
+    assert done.path == tmp_path / "new" / "out" / "rank0.json.gz"
+    assert profiling.check(done.path).rows == profiling.check(source).rows
 
 
 def test_several_files_need_a_directory(tmp_path):

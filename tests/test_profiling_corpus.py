@@ -21,7 +21,8 @@ from profiling.classification import Work
 from profiling.launches import Launches
 from profiling.peers import Transfers
 from profiling.spans import BACKWARD
-from tests.corpus import PLAIN, THRESHOLD, assume_lines, build, cases, layer_name
+from tests.corpus import assume_lines, build, layer_name
+from tests.corpus_runs import PLAIN, THRESHOLD, cases
 
 CASES = int(os.environ.get("CORPUS_CASES", "300"))  # 2,000 take a minute
 # Why the verdict on a run that can be known may be withheld.
@@ -67,7 +68,9 @@ def errors(case, tally):
             continue
         truly = Verdict.PASS if what.hidden >= THRESHOLD else Verdict.FAIL
         low, high = min(what.shares.values()), max(what.shares.values())
-        scattered = row.set_aside and low < THRESHOLD <= high  # what is left may be either
+        # Some are set aside, and those left are some good, some bad: they may weigh otherwise.
+        scattered = bool(row.set_aside) and low < THRESHOLD <= high
+        tally["scattered"] += row.verdict not in (truly, Verdict.INCONCLUSIVE) and scattered
         tally[row.verdict, truly] += case.complete
         if row.verdict is Verdict.INCONCLUSIVE:
             tally[row.finding] += case.complete
@@ -103,6 +106,7 @@ def test_no_false_verdict():
         assert tally[truly, truly] > 0.9 * sum(tally[found, truly] for found in Verdict)
         assert tally[truly, truly] > CASES / 5
     assert tally["unknowable"] > CASES / 20
+    assert tally["scattered"] < CASES / 20
 
 
 def no_names(patch):

@@ -167,8 +167,30 @@ def test_profiles_of_different_runs_are_refused(tmp_path, other, names):
 def test_a_collective_in_one_of_them_only_is_refused(tmp_path):
     more = gpu_run([1000] * 6, hidden=True)
     more.range(Kind.GRAD_REDUCE, f"{EXPERTS}.fc2_weight", 41, 44)
-    with pytest.raises(NotComparableError, match="collective reduction of"):
+    with pytest.raises(NotComparableError, match=r"collective overlap::grad_reduce\["):
         compare(tmp_path, gpu_run([1200] * 6, hidden=False), more)
+
+
+def foreign(lengths, *, hidden):
+    trace = gpu_run(lengths, hidden=hidden)
+    trace.events = [one for one in trace.events if "fc2_weight" not in one["name"]]
+    return trace
+
+
+def test_runs_that_are_not_ours_are_compared_by_all_that_they_communicate(tmp_path):
+    result = compare(tmp_path, foreign([1200] * 6, hidden=False), foreign([1100] * 6, hidden=True))
+    assert result.value == pytest.approx(0.5)
+    assert result.serial.communication_ms == pytest.approx([0.2] * 6)
+
+
+def test_a_run_that_communicates_nothing_has_nothing_to_save(tmp_path):
+    silent = gpu_run([1200] * 6, hidden=False)
+    silent.events = [one for one in silent.events if "gemm" in one["name"] or "iter" in one["name"]]
+    for number in range(6):
+        silent.kernel("gemm", 100 * number + 60, 5000 + 1200 * number, 5900 + 1200 * number)
+    result = compare(tmp_path, silent, silent)
+    assert (result.value, result.verdict) == (None, Verdict.INCONCLUSIVE)
+    assert "nothing to save" in result.finding
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -82,6 +82,7 @@ def test_late_issue(tmp_path, launch, late):
     )
     assert row.lead_ms == pytest.approx((launch - 40) / 1000)
     assert ("0.020 ms after the stage's work" in row.finding) is late
+    assert ("issued 0.020 ms before the stage's work: look at" in row.finding) is not late
 
 
 @pytest.mark.parametrize("between", [True, False])
@@ -121,15 +122,27 @@ def test_wrong_stage(tmp_path, other, kinds, words):
 @pytest.mark.parametrize(
     ("gather", "stage", "words"),
     [
-        ((700, 1500), (100, 1100), "it would fit if it began earlier"),
-        ((150, 1350), (100, 700), "more tokens per expert"),
+        ((700, 1500), (100, 1100), "most of the rest lies after it: begin it earlier"),
+        ((200, 900), (500, 1500), "most of the rest lies before it: begin it later"),
+        ((150, 1350), (100, 700), "only more tokens per expert"),
     ],
-    ids=["began late", "too long"],
+    ids=["began late", "began early", "too long"],
 )
 def test_half_hidden_says_whether_it_would_fit(tmp_path, gather, stage, words):
     row, kinds = judge(tmp_path, run(gather=gather, stage=stage))
     assert (row.verdict, kinds) == (Verdict.FAIL, [FindingKind.HALF_HIDDEN])
     assert words in row.finding
+
+
+def test_half_hidden_by_a_stage_with_gaps(tmp_path):
+    trace = TraceBuilder()
+    for number in range(4):  # the stage's second kernel begins when the gather is nearly over
+        step(trace, number, gather=(150, 1050), stage=(100, 500))
+        start = 1e6 + 2000 * number
+        trace.kernel("gemm", start + 52, start + 1000, start + 1600)
+    row, kinds = judge(tmp_path, trace)
+    assert kinds == [FindingKind.HALF_HIDDEN]
+    assert "in gaps of its own work" in row.finding
 
 
 @pytest.mark.parametrize("shared", [True, False])

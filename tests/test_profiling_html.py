@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import profiling
+from profiling.drawing import draw
 from profiling.html import write_html
-from profiling.timeline import encode, timeline
+from profiling.timeline import encode
 from tests.kineto import TraceBuilder, gpu_iteration
 
 DATA = Path(__file__).parent / "data"
@@ -57,7 +58,7 @@ def written(path, tmp_path):
     report = profiling.check(reading)
     write_html(report, reading, out)
     text = out.read_text(encoding="utf-8")
-    return text, Page(text), report, timeline(reading)
+    return text, Page(text), report, draw(reading)
 
 
 @pytest.mark.parametrize("variant", ["split", "fused"])
@@ -107,6 +108,19 @@ def test_names_from_a_trace_stay_text(tmp_path):
     assert "alert('1')</script>" not in text
 
 
+def test_whole_trace_figures_of_each_device(tmp_path):
+    trace = TraceBuilder()
+    gpu_iteration(trace, 0, 1e6, gather=(1000, 1200))
+    trace.kernel("void gemm()", 1e6 + 60, 1e6 + 100, 1e6 + 200, device=1)
+    _, page, report, _ = written(trace.write(tmp_path), tmp_path)
+    assert "rank 0, GPU 0" in page.texts["th"]
+    assert "rank 0, GPU 1" in page.texts["th"]
+    assert "0.20 ms" in page.texts["td"]
+    assert "50.0%" in page.texts["td"]
+    for bound in report.bounds:
+        assert bound.name in page.texts["th"]
+
+
 def test_input_that_was_damaged_is_noted(tmp_path):
     trace = TraceBuilder()
     gpu_iteration(trace, 0, 1e6, gather=(150, 650))
@@ -127,3 +141,30 @@ def test_a_profile_with_nothing_to_draw(tmp_path):
     _, page, *_ = written(trace.write(tmp_path), tmp_path)
     assert "canvas" not in page.tags
     assert "INCONCLUSIVE" in page.texts["h1"]
+
+
+def luminance(colour):
+    """Of a colour as WCAG 2 has it."""
+    digits = colour.lstrip("#")
+    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_on_what_it_stands_on(theme):
+    """Contrast of at least 4.5 to 1, which is level AA."""
+    style = (Path(profiling.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    pairs = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", style)
+    colours = {name: both[theme] for name, *both in pairs}
+    tones = ("pass", "fail", "inconclusive")
+    on = {"link": ("back", "card")}
+    on |= {tone: ("back", "card", f"{tone}-back") for tone in tones}
+    on["soft"] = on["text"] = ("back", "card", "track", *(f"{tone}-back" for tone in tones))
+    for name, grounds in on.items():
+        for ground in grounds:
+            low, high = sorted((luminance(colours[name]), luminance(colours[ground])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (name, ground)

@@ -8,6 +8,7 @@ import pytest
 
 import profiling
 from profiling import Verdict
+from profiling.intervals import intersect, total
 from profiling.metrics import measure
 from profiling.ranges import Kind
 from tests.kineto import ALL_GATHER, COMMUNICATION, COMPUTE, TraceBuilder, gpu_iteration
@@ -238,3 +239,25 @@ def test_groups_are_inferred_across_clocks_that_differ(tmp_path):
     row, _ = profiling.check(tmp_path).rows
     assert row.verdict is Verdict.PASS
     assert row.skew_ms == pytest.approx(0.0) or row.skew_ms == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_time_under_each_stage_against_sets(tmp_path, seed):
+    """Stages of three layers that overlap each other and the gathers at random."""
+    random = np.random.default_rng(seed)
+    built = TraceBuilder()
+    for index in range(24):
+        layer = f"layers.{index % 3}.mlp.experts"
+        built.range(Kind.STAGE1_FORWARD, layer, 10 * index, 10 * index + 5)
+        start = int(random.integers(1000, 2000))
+        end = start + int(random.integers(1, 90))
+        built.kernel("gemm", 10 * index + 1, start, end, stream=index % 5)
+    reading = profiling.read(built.write(tmp_path))
+    (rank,) = reading.ranks
+    edges = np.sort(random.choice(np.arange(900_000, 2_100_000), 8, replace=False))
+    when = edges.reshape(-1, 2)
+    expected = {
+        key: total(intersect(when, busy)) for key, busy in rank.attribution.stage_busy.items()
+    }
+    assert rank.under(when) == {key: length for key, length in expected.items() if length}
+    assert rank.under(when[:0]) == {}

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import profiling
+from profiling.drawing import draw
 from profiling.lanes import Paint
 from profiling.ranges import Kind
-from profiling.timeline import PAINTS, encode, timeline
+from profiling.timeline import PAINTS, encode
 from tests.kineto import ALL_GATHER, COMMUNICATION, TraceBuilder, cpu_iteration, gpu_iteration
 
 DATA = Path(__file__).parent / "data"
@@ -24,7 +25,7 @@ def built(tmp_path, make, count=2, **kwargs):
 
 
 def drawn(path, **kwargs):
-    return timeline(profiling.read(path), **kwargs)
+    return draw(profiling.read(path), **kwargs)
 
 
 def painted(shown, paint):
@@ -122,6 +123,38 @@ def test_communication_that_is_nobodys(tmp_path):
     assert painted(shown, Paint.COMMUNICATION) == [("stream 21", 950_000, 1_050_000)]
     assert shown.rows[-1].exposed.tolist() == [[1_000_000, 1_050_000]]
     assert [lane for lane, *_ in painted(shown, Paint.COPY)] == ["stream 7"]
+    (one,) = [one for one in shown.collectives if one.name == "ncclDevKernel_AllReduce_Sum"]
+    assert (one.transfer, one.beside, one.exposed) == (100_000, 0, 50_000)
+    assert one.under == ((f"stage1.forward of {EXPERTS}", 50_000),)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_exposed_parts_against_sets_of_microseconds(tmp_path, seed):
+    """Random kernels on two devices, against sets of the microseconds in which they ran."""
+    random = np.random.default_rng(seed)
+    trace, ran = TraceBuilder(), {}
+    for _ in range(60):
+        device, stream = int(random.integers(2)), int(random.integers(3))
+        start, length = int(random.integers(300)), int(random.integers(1, 30))
+        sends = stream == 2
+        name = "ncclDevKernel_AllReduce" if sends else "void gemm()"
+        at = 1e6 + 1000 + start
+        trace.kernel(name, 1e6 + start, at, at + length, stream=stream, device=device)
+        key = device, "sends" if sends else "computes"
+        ran.setdefault(key, set()).update(range(start, start + length))
+    trace.kernel("void first()", 1e6, 1e6 + 1000, 1e6 + 1001, stream=0)  # the begin is known
+    ran.setdefault((0, "computes"), set()).add(0)
+    shown = drawn(trace.write(tmp_path))
+    for device in range(2):
+        marked = {
+            at
+            for row in shown.rows
+            if row.place == f"GPU {device}"
+            for start, end in row.exposed.tolist()
+            for at in range(start // 1000, end // 1000)
+        }
+        alone = ran.get((device, "sends"), set()) - ran.get((device, "computes"), set())
+        assert marked == alone
 
 
 def many_kernels(seed, count):
@@ -199,7 +232,7 @@ def test_exposed_parts_of_real_traces_add_up_to_the_figures(variant):
     """Per layer and check: the mean of what the page says is what the verdict rests on."""
     path = DATA / f"gpu_{variant}.pt.trace.json.gz"
     reading = profiling.read(path)
-    shown, report = timeline(reading), profiling.check(reading)
+    shown, report = draw(reading), profiling.check(reading)
     assert len(shown.iterations) == 3
     for row in report.rows[:2]:
         own = [one for one in shown.collectives if one.name == f"{row.layer}.fc2_weight"]

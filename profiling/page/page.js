@@ -228,7 +228,7 @@ function highlight(c) {
   c.strokeRect(left, row.y, Math.max(2, Math.min(right, width()) - left), LANE);
   c.lineWidth = 1;
   const one = data.collectives[row.collective[i]];
-  if (!one || x(one.start) < labels) return;
+  if (!one || one.issue === null || x(one.start) < labels) return;
   const issued = Math.max(x(one.issue), labels), y = row.y - GAP / 2;
   c.beginPath();
   c.moveTo(issued, y);
@@ -288,7 +288,8 @@ function facts(row, i) {
   if (during) lines.unshift(["iteration", during.name]);
   const one = data.collectives[row.collective[i]];
   if (!one) return lines;
-  lines.push(["issued before", exact(one.start - one.issue)], ["transfer", exact(one.transfer)]);
+  if (one.issue !== null) lines.push(["issued before", exact(one.start - one.issue)]);
+  lines.push(["transfer", exact(one.transfer)]);
   for (const [stage, length] of one.under)
     lines.push([`under ${stage}`, percent(length, one.transfer)]);
   if (one.beside) lines.push(["under other compute", percent(one.beside, one.transfer)]);
@@ -335,6 +336,8 @@ function show(from, to) {
   const length = Math.min(data.length, Math.max(SHORTEST, to - from));
   view.from = Math.max(0, Math.min(from, data.length - length));
   view.to = view.from + length;
+  hovered = null; // what was under the pointer has moved
+  tip.hidden = true;
   draw();
 }
 function zoom(factor, at = (view.from + view.to) / 2) {
