@@ -200,6 +200,10 @@ def check_stale_use(seed: int) -> None:
             l1_out, rows, handle = mega_moe_stage1(
                 x, ids, weights, w1, group, backend="primus_turbo"
             )
+            with pytest.raises(InputError, match="made for 100 tokens, but topk_idx has 99"):
+                mega_moe_stage2(
+                    l1_out, rows, handle, ids[1:], weights[1:], w2, group, backend="primus_turbo"
+                )
             staged(big, big_ids, big_weights, w1, w2, group)
         with pytest.raises(InputError, match=r"128 tokens. has been replaced"):
             y.backward(dy)

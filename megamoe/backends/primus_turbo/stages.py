@@ -22,13 +22,14 @@ __all__ = ["Handle", "fused", "stage1", "stage2"]
 
 
 class Handle(tuple[Tensor, ...]):
-    """Primus-Turbo's 13 routing tables, and the ticket of the forward that made them."""
+    """Primus-Turbo's 13 routing tables, and which forward made them."""
 
     ticket: Ticket
+    tokens: int  # before padding
 
-    def __new__(cls, tables: Iterable[Tensor], ticket: Ticket) -> Handle:
+    def __new__(cls, tables: Iterable[Tensor], ticket: Ticket, tokens: int) -> Handle:
         handle = super().__new__(cls, tables)
-        handle.ticket = ticket
+        handle.ticket, handle.tokens = ticket, tokens
         return handle
 
 
@@ -44,7 +45,7 @@ def stage1(
         *_pad(ticket.tokens, x, topk_idx, topk_weights), w1, group
     )
     SHARED.watch(l1_out.grad_fn, ticket)
-    return l1_out, dispatch_weights, Handle(tables, ticket)
+    return l1_out, dispatch_weights, Handle(tables, ticket, x.shape[0])
 
 
 def stage2(
@@ -65,14 +66,18 @@ def stage2(
     check_clamp(clamp)
     if not isinstance(handle, Handle):
         raise InputError("the handle is not from backend 'primus_turbo': pass stage 1's as it is")
+    if topk_idx.shape[0] != handle.tokens:
+        raise InputError(
+            f"the handle is from another stage 1: it was made for {handle.tokens} tokens, but "
+            f"topk_idx has {topk_idx.shape[0]}"
+        )
     SHARED.check(handle.ticket)
-    tokens = topk_idx.shape[0]
     topk_idx, topk_weights = _pad_routing(handle.ticket.tokens, topk_idx, topk_weights)
     y: Tensor = operations().stage2(
         l1_out, dispatch_weights, tuple(handle), topk_idx, topk_weights, w2, group
     )
     SHARED.watch(y.grad_fn, handle.ticket)
-    return y[:tokens]
+    return y[: handle.tokens]
 
 
 def fused(
