@@ -1,9 +1,14 @@
-"""From decoded events to columns: one array per field, joined when all events are in."""
+"""From decoded events to columns: one array per field.
+
+While events come in, a column is an `array.array`: it grows in place, where a list of parts would
+leave its memory in holes between the parts of the other columns.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -49,7 +54,8 @@ class Half(IntEnum):
 
 
 _HALF = {"X": Half.WHOLE, "B": Half.BEGIN, "E": Half.END}
-_DTYPES = {
+_CODES = {np.int64: "q", np.int32: "i", np.int8: "b"}
+_DTYPES: dict[str, type[np.signedinteger[Any]]] = {
     "start": np.int64,
     "end": np.int64,
     "name": np.int32,
@@ -111,8 +117,7 @@ class Columns:
         self._thread_names: dict[tuple[int | str, int | str], str] = {}
         self._process_names: dict[int | str, str] = {}
         self._details: dict[int, Details] = {}
-        self._parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _DTYPES}
-        self._count = 0
+        self._columns = {name: array(_CODES[dtype]) for name, dtype in _DTYPES.items()}
 
     def take(self, events: list[Event]) -> None:
         """Add the events that a category of ours has, and what names threads and processes."""
@@ -135,10 +140,10 @@ class Columns:
         if not sound.all():
             kept = [event for event, good in zip(kept, sound, strict=True) if good]
             ts, dur = ts[sound], dur[sound]
-        for offset, event in enumerate(kept):
+        for index, event in enumerate(kept, len(self._columns["start"])):
             args = event.args
             if args.collective or (args.dims and event.name.startswith(COLLECTIVE)):
-                self._details[self._count + offset] = _details(event)
+                self._details[index] = _details(event)
         whole = np.floor(ts)  # apart, for microseconds since 1970 have no ns digits in a float
         start = whole.astype(np.int64) * 1000 + np.rint((ts - whole) * 1000).astype(np.int64)
         names, lanes = self._names, self._lanes
@@ -156,8 +161,7 @@ class Columns:
             "half": [_HALF[event.ph] for event in kept],
         }
         for name, values in part.items():
-            self._parts[name].append(np.asarray(values, _DTYPES[name]))
-        self._count += len(kept)
+            self._columns[name].frombytes(np.asarray(values, _DTYPES[name]).data.cast("B"))
 
     def _metadata(self, event: Event) -> None:
         if event.name == "thread_name":
@@ -182,13 +186,11 @@ class Columns:
         return ~(missing | absurd)
 
     def table(self) -> Table:
-        """Join what was taken, column by column, so that only one is there twice."""
-        columns = {}
-        for name, dtype in _DTYPES.items():
-            parts = self._parts.pop(name)
-            columns[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+        """Return what was taken."""
         return Table(
-            columns=columns,
+            columns={
+                name: np.frombuffer(column, _DTYPES[name]) for name, column in self._columns.items()
+            },
             names=tuple(self._names),
             lanes=tuple(Lane(*lane) for lane in self._lanes),
             thread_names={

@@ -158,8 +158,11 @@ def initialize(expert_parallel_size: int, pipeline_parallel_size: int = 1, seed:
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     parallel_state.destroy_model_parallel()
+    # Left by another test in this process, in the shape of that test's scale.
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     with on_cpu():
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=pipeline_parallel_size,
