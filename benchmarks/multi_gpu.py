@@ -4,8 +4,8 @@
     PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/multi_gpu.py --out out/multi_gpu
 
 One process per GPU. Started without torchrun it runs every part in processes of its own, so that a
-part that fails or hangs is reported and the others still run; each part has a time budget. Tables
-are printed, facts go to OUT/results.json.
+part that fails or hangs is reported and the others still run (under torchrun it ends the run); each
+part has a time budget. Tables are printed, facts go to OUT/results.json.
 
     correct      losses against one process, equal bits, single collectives of random sizes
     effective    collectives beside stage 1, DeepSeek-V3's shape per rank, every transport
@@ -39,43 +39,43 @@ from benchmarks.ranks.here import Here
 PARTS = {"correct": 90, "effective": 100, "step": 170, "profiles": 60}
 
 
-def run_part(part: str, rank: int, args: argparse.Namespace, store: str | None) -> None:
-    """Run one part as one rank; ``store`` where this script started the ranks."""
-    deadline = time.monotonic() + args.seconds.get(part, PARTS[part])
+def join(rank: int, args: argparse.Namespace, store: str | None) -> torch.device:
+    """Join the default process group, by a file or as torchrun says; return this rank's device."""
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
-    started = {"init_method": f"file://{store}", "rank": rank, "world_size": args.ranks}
+    place = {"init_method": f"file://{store}", "rank": rank, "world_size": args.ranks}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=120),
-        **(started if store else {}),
+        **(place if store else {}),
     )
-    try:
-        here = Here(
-            rank=dist.get_rank(),
-            world=dist.get_world_size(),
-            device=device,
-            toy=device.type == "cpu",
-            out=args.out,
-            notes=args.out / f"{part}.jsonl",
-            deadline=deadline,
-        )
-        here.say(f"\n=== {part} ===")
-        importlib.import_module(f"benchmarks.ranks.{part}").run(here)
-        here.barrier()
-        here.synchronize()
-    finally:
-        if not store:  # a process of our own just ends
-            dist.destroy_process_group()
+    return device
+
+
+def run_part(part: str, args: argparse.Namespace, device: torch.device) -> None:
+    """Run one part as one rank."""
+    here = Here(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        device=device,
+        toy=device.type == "cpu",
+        out=args.out,
+        notes=args.out / f"{part}.jsonl",
+        deadline=time.monotonic() + args.seconds.get(part, PARTS[part]),
+    )
+    here.say(f"\n=== {part} ===")
+    importlib.import_module(f"benchmarks.ranks.{part}").run(here)
+    here.barrier()
+    here.synchronize()
 
 
 def _rank_process(part: str, rank: int, args: argparse.Namespace, store: str) -> None:
     code = 1
     try:
-        run_part(part, rank, args, store)
+        run_part(part, args, join(rank, args, store))
         code = 0
     except BaseException:
         print(f"rank {rank} of part {part} failed:\n{traceback.format_exc()}", flush=True)
@@ -161,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the parts; return 0 where all of them came to their end."""
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    by_torchrun = "RANK" in os.environ
     first = int(os.environ.get("RANK", 0)) == 0
+    device = join(int(os.environ["RANK"]), args, None) if "RANK" in os.environ else None
     if first:
         print(", ".join(f"{name} {value}" for name, value in machine().items()), flush=True)
         for part in args.only:
@@ -171,8 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     seconds: dict[str, float] = {}
     for part in args.only:
         start = time.monotonic()
-        if by_torchrun:
-            run_part(part, int(os.environ["RANK"]), args, None)
+        if device is not None:
+            run_part(part, args, device)
             outcomes[part] = "done"
         else:
             outcomes[part] = spawn_part(part, args)
@@ -180,6 +180,8 @@ def main(argv: list[str] | None = None) -> int:
         if first:
             collect(args, outcomes, seconds)
             print(f"--- {part}: {outcomes[part]} after {seconds[part]:.0f} s", flush=True)
+    if device is not None:
+        dist.destroy_process_group()
     return 0 if set(outcomes.values()) == {"done"} else 1
 
 

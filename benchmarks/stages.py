@@ -51,11 +51,13 @@ SHAPES = {
 
 
 class Inputs:
-    """Random inputs of one shape on the GPU."""
+    """Random inputs of one shape, by default as the GPU gets them."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(
+        self, shape: Shape, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         def normal(*size: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(size, device="cuda") * scale).bfloat16()
+            return (torch.randn(size, device=device) * scale).to(dtype)
 
         self.shape = shape
         self.x = normal(shape.tokens, shape.hidden).requires_grad_()
@@ -63,9 +65,9 @@ class Inputs:
         self.w2 = normal(shape.experts, shape.hidden, shape.ffn, scale=shape.ffn**-0.5)
         self.w1.requires_grad_()
         self.w2.requires_grad_()
-        scores = torch.rand(shape.tokens, shape.experts, device="cuda")
+        scores = torch.rand(shape.tokens, shape.experts, device=device)
         self.ids = scores.topk(shape.top_k, dim=1).indices
-        self.weights = torch.rand(shape.tokens, shape.top_k, device="cuda").requires_grad_()
+        self.weights = torch.rand(shape.tokens, shape.top_k, device=device).requires_grad_()
         self.dy = normal(shape.tokens, shape.hidden)
 
     @property
@@ -163,8 +165,8 @@ def products(inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
     offsets = torch.bincount(ids, minlength=inputs.shape.experts).cumsum(0).int()
     token = order // inputs.shape.top_k
     x, dy = inputs.x.detach()[token], inputs.dy[token]
-    act = torch.randn(len(ids), inputs.shape.ffn, device="cuda").bfloat16()
-    d_l1 = torch.randn(len(ids), 2 * inputs.shape.ffn, device="cuda").bfloat16()
+    act = torch.randn(len(ids), inputs.shape.ffn, device=x.device).to(x.dtype)
+    d_l1 = torch.randn(len(ids), 2 * inputs.shape.ffn, device=x.device).to(x.dtype)
     w1, w2 = inputs.w1.detach(), inputs.w2.detach()
 
     def product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:

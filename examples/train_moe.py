@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import profiling
 from megamoe import MegaMoEConfig, MegaMoELayer
+from megamoe.backends import AUTO, BACKENDS
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -76,6 +77,7 @@ class Transformer(nn.Module):
             num_moe_experts=args.experts,
             moe_router_topk=args.topk,
             moe_aux_loss_coeff=args.aux_loss_coeff,
+            mega_moe_backend=args.backend,
         )
         self.embedding = nn.Embedding(args.vocab, args.hidden)
         self.position = nn.Embedding(args.sequence, args.hidden)
@@ -210,6 +212,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--vocab", type=int, default=256)
     model.add_argument("--aux-loss-coeff", type=float, default=0.01)
     model.add_argument("--fused", action="store_true", help="the unsplit twin: nothing can hide")
+    model.add_argument("--backend", choices=[*BACKENDS, AUTO], default="reference")
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=20)
     training.add_argument("--sequence", type=int, default=256, help="tokens of one sequence")

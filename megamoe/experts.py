@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.backends import check_backend, sm_budget_adder
+from megamoe.backends import check_backend, check_layer, sm_budget_adder
 from megamoe.errors import ConfigError
 from megamoe.stages import fused_mega_moe, mega_moe_stage1, mega_moe_stage2
 from megamoe.weight import MegaMoEWeightModule, init_normal_
@@ -37,7 +37,7 @@ class MegaMoEExperts(nn.Module):
         clamp: SwiGLU's clamp, see `mega_moe_stage2`.
         backend: Who computes; see `megamoe.backends.BACKENDS`.
 
-    Raises ConfigError, UnknownBackendError.
+    Raises ConfigError, UnknownBackendError, BackendUnavailableError.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class MegaMoEExperts(nn.Module):
                 f"num_experts {num_experts} does not divide by the {ranks} ranks of the "
                 "expert-parallel group"
             )
+        check_layer(backend, hidden_size, ranks, clamp)
         local = num_experts // ranks
         self.num_experts = num_experts
         self.first_expert = rank * local

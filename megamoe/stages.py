@@ -26,7 +26,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megamoe import checks
-from megamoe.backends import Group, select_backend
+from megamoe.backends import Group, own_nodes, select_backend
 from megamoe.functions import FusedStages, Stage1, Stage2
 
 __all__ = ["fused_mega_moe", "mega_moe_stage1", "mega_moe_stage2"]
@@ -61,6 +61,8 @@ def mega_moe_stage1(
     checks.check_w1(x, w1)
     implementation = select_backend(backend, x, w1.shape[2], w1.shape[1] // 2, group)
     implementation.check_stage1(x, topk_idx, w1, group)
+    if own := own_nodes(implementation):
+        return own.stage1(x, topk_idx, topk_weights, w1, group)
     l1_out, dispatch_weights, *handle = Stage1.apply(
         x, topk_idx, topk_weights, w1, checks.spread(group), name, implementation
     )
@@ -96,6 +98,10 @@ def mega_moe_stage2(
     checks.check_rows(l1_out, dispatch_weights, topk_idx, topk_weights)
     checks.check_w2(l1_out, w2)
     implementation = select_backend(backend, l1_out, w2.shape[1], w2.shape[2], group)
+    if own := own_nodes(implementation):
+        return own.stage2(
+            l1_out, dispatch_weights, handle, topk_idx, topk_weights, w2, clamp, group
+        )
     return Stage2.apply(
         l1_out,
         dispatch_weights,
@@ -133,6 +139,8 @@ def fused_mega_moe(
     checks.check_fused_w2(w1, w2)
     implementation = select_backend(backend, x, w1.shape[2], w1.shape[1] // 2, group)
     implementation.check_stage1(x, topk_idx, w1, group)
+    if own := own_nodes(implementation):
+        return own.fused(x, topk_idx, topk_weights, w1, w2, clamp, group)
     return FusedStages.apply(
         x, topk_idx, topk_weights, w1, w2, clamp, checks.spread(group), name, implementation
     )

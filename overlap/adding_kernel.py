@@ -13,9 +13,17 @@ _BLOCK = 2048  # elements of one block, 16 for each thread
 
 @triton.jit
 def _add(
-    own, others, out, numel, stride, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr
+    own,
+    others,
+    out,
+    numel,
+    stride,
+    scale,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """out[i] = the sum over ranks, in their order, of own[i] or of others[index][i]."""
+    """out[i] = scale * the sum over ranks, in their order, of own[i] or of others[index][i]."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros((BLOCK,), tl.float32)
@@ -30,10 +38,10 @@ def _add(
             total = term
         else:
             total += term
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (total * scale).to(out.dtype.element_ty), mask=inside)
 
 
-def launch(own: Tensor, others: Tensor, rank: int, out: Tensor) -> None:
+def launch(own: Tensor, others: Tensor, rank: int, out: Tensor, scale: float) -> None:
     """As `overlap.additions.add_in_order`."""
     blocks = triton.cdiv(own.numel(), _BLOCK)
     _add[(blocks,)](
@@ -42,6 +50,7 @@ def launch(own: Tensor, others: Tensor, rank: int, out: Tensor) -> None:
         out,
         own.numel(),
         others.stride(0),
+        scale,
         RANK=rank,
         RANKS=len(others) + 1,
         BLOCK=_BLOCK,

@@ -14,8 +14,8 @@ from torch import Tensor
 __all__ = ["add_in_order"]
 
 
-def add_in_order(own: Tensor, others: Tensor, rank: int, out: Tensor) -> None:
-    """Write ((g0 + g1) + g2) + ..., added in fp32, to ``out``, rounded once to its dtype.
+def add_in_order(own: Tensor, others: Tensor, rank: int, out: Tensor, scale: float) -> None:
+    """Write scale * (((g0 + g1) + g2) + ...), in fp32 and then rounded to its dtype, to ``out``.
 
     Args:
         own: [n], the term of ``rank``; ``out`` may be the same memory.
@@ -24,18 +24,18 @@ def add_in_order(own: Tensor, others: Tensor, rank: int, out: Tensor) -> None:
     """
     launch = _kernel() if own.is_cuda else None
     if launch is not None:
-        launch(own, others, rank, out)
+        launch(own, others, rank, out, scale)
         return
     terms = list(others[:, : own.numel()])
     terms.insert(rank, own)
     total = terms[0].float()
     for term in terms[1:]:
         total = total + term.float()
-    out.copy_(total)
+    out.copy_(total * scale)
 
 
 @cache
-def _kernel() -> Callable[[Tensor, Tensor, int, Tensor], None] | None:
+def _kernel() -> Callable[[Tensor, Tensor, int, Tensor, float], None] | None:
     try:
         from overlap.adding_kernel import launch
     except ImportError:

@@ -126,6 +126,7 @@ class Bucket:
         param_shard, grad_shard: This rank's part of both, [layout.shard_numel].
         missing: Members whose gradient of the last microbatch is still to come.
         scale: What reduced gradients are multiplied by.
+        gather_by, reduce_by: Who moves them.
 
     Args:
         wire: [layout.numel] in the reduce dtype, for gradients that have to travel from memory of
@@ -166,8 +167,8 @@ class Bucket:
         self._streams = streams
         self._clock = clock
         self._budget = budget
-        self._gather_by = gather_by
-        self._reduce_by = reduce_by
+        self.gather_by = gather_by
+        self.reduce_by = reduce_by
         self._stepped = self.ready = streams.mark()
         self._grad_stream: Any = streams.current()
         self._gather: InFlight | None = None
@@ -218,10 +219,10 @@ class Bucket:
             return
         with ranges.span(Kind.PARAM_GATHER, self.name):
             self._streams.after(self._stepped)
-            self._gather = self._gather_by.all_gather(
+            self._gather = self.gather_by.all_gather(
                 self.params, self.param_shard, f"the all-gather of bucket {self.name}"
             )
-        self._budget.issued(self._gather_by, self._gather)
+        self._budget.issued(self.gather_by, self._gather)
 
     def finish_gather(self) -> None:
         """Order the current stream after the all-gather; nothing where it is done."""
@@ -230,7 +231,7 @@ class Bucket:
         if self._gather is not None:
             with ranges.span(Kind.PARAM_WAIT, self.name):
                 self._clock.around(self._gather.wait)
-            self._budget.waited(self._gather_by, self._gather)
+            self._budget.waited(self.gather_by, self._gather)
             self._gather = None
         self._move_params(ParamState.READY)
         self.ready = self._streams.mark()
@@ -283,10 +284,10 @@ class Bucket:
             return
         with ranges.span(Kind.GRAD_REDUCE, self.name):
             self._join_grad_stream()
-            self._reduce = self._reduce_by.reduce_scatter(
-                *self._outgoing(), f"the reduce-scatter of bucket {self.name}"
+            self._reduce = self.reduce_by.reduce_scatter(
+                *self._outgoing(), f"the reduce-scatter of bucket {self.name}", self.scale
             )
-        self._budget.issued(self._reduce_by, self._reduce)
+        self._budget.issued(self.reduce_by, self._reduce)
 
     def _outgoing(self) -> tuple[Tensor, Tensor]:
         """Where the reduced shard goes, and what travels."""
@@ -306,15 +307,17 @@ class Bucket:
         """Order the current stream after the reduce-scatter; the shard then holds its result."""
         if self.grad_state is not GradState.REDUCING:
             return
+        scaled = False
         if self._reduce is not None:
             with ranges.span(Kind.GRAD_WAIT, self.name):
                 self._clock.around(self._reduce.wait)
-            self._budget.waited(self._reduce_by, self._reduce)
+            self._budget.waited(self.reduce_by, self._reduce)
             shard = self._reduce.tensors[0]
             if shard.dtype != self.grad_shard.dtype:
                 self.grad_shard.copy_(shard)
             self._reduce = None
-        if self.scale != 1.0:
+            scaled = self.reduce_by.scales
+        if self.scale != 1.0 and not scaled:
             self.grad_shard.mul_(self.scale)
         self._move_grads(GradState.REDUCED)
 

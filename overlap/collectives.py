@@ -93,9 +93,11 @@ class Gathers(Protocol):
     """Who gathers the buckets of one group, one after the other.
 
     Attributes:
+        name: What plans call it.
         sms: SMs that compute should leave free while something is under way.
     """
 
+    name: str
     sms: int
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -108,19 +110,30 @@ class Gathers(Protocol):
 
 
 class Reduces(Protocol):
-    """Who reduces the buckets of one group; as `Gathers`."""
+    """Who reduces the buckets of one group; as `Gathers`.
 
+    Attributes:
+        scales: It multiplies the sum by ``scale`` on the way; otherwise the caller has to.
+    """
+
+    name: str
     sms: int
+    scales: bool
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+    def reduce_scatter(
+        self, shard: Tensor, source: Tensor, what: str, scale: float = 1.0
+    ) -> InFlight:
         """As `reduce_scatter`; ``source`` is a slice of what was allocated."""
         ...
 
 
 class Collective:
     """The transport that is the process group's own collectives (NCCL's, gloo's)."""
+
+    name = "collective"
+    scales = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, sms: int) -> None:
         self.group = group
@@ -133,7 +146,9 @@ class Collective:
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
         return all_gather(output, shard, self.group, what)
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+    def reduce_scatter(
+        self, shard: Tensor, source: Tensor, what: str, scale: float = 1.0
+    ) -> InFlight:
         return reduce_scatter(shard, source, self.group, what)
 
 

@@ -53,13 +53,14 @@ class _Pull:
     Groups share their streams, one a direction: all ranks issue in one order, dense and expert.
     """
 
-    name = ""
+    name = "copy engine"
+    stream = ""  # whose copies go one after the other
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         self.group = group
         self._device = device
         self._streams = streams
-        self._side = streams.side(self.name)
+        self._side = streams.side(self.stream)
         self._rank = dist.get_rank(group)
         size = dist.get_world_size(group)
         # Each rank starts with the next one, so that not all pull from the same.
@@ -89,7 +90,7 @@ class _Pull:
 class PullGather(_Pull):
     """All-gather; see `overlap.collectives.Gathers`."""
 
-    name = "gather"
+    stream = "gather"
     sms = 0
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
@@ -130,7 +131,8 @@ class PullReduce(_Pull):
         staging_bytes: Of all staging buffers; fewer make more and smaller pieces.
     """
 
-    name = "reduce"
+    stream = "reduce"
+    scales = True
 
     def __init__(
         self,
@@ -153,7 +155,9 @@ class PullReduce(_Pull):
         ]
         self._turn = 0
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+    def reduce_scatter(
+        self, shard: Tensor, source: Tensor, what: str, scale: float = 1.0
+    ) -> InFlight:
         region, start = self._find(source)
         numel = shard.numel()
         first = start + self._rank * numel
@@ -164,7 +168,8 @@ class PullReduce(_Pull):
             region.barrier()
         for begin in range(0, numel, piece):
             end = min(begin + piece, numel)
-            self._reduce_piece(region, slice(first + begin, first + end), shard[begin:end])
+            part = slice(first + begin, first + end)
+            self._reduce_piece(region, part, shard[begin:end], scale)
         with self._streams.on(self._side):
             region.barrier()
             read = self._streams.mark()
@@ -173,7 +178,7 @@ class PullReduce(_Pull):
             added = self._streams.mark()
         return InFlight(_Enqueued(self._streams, added), (shard, source), what)
 
-    def _reduce_piece(self, region: Region, part: slice, out: Tensor) -> None:
+    def _reduce_piece(self, region: Region, part: slice, out: Tensor, scale: float) -> None:
         stage = self._stages[self._turn]
         self._turn = 1 - self._turn
         source = region.local[part]
@@ -186,5 +191,5 @@ class PullReduce(_Pull):
             pulled = self._streams.mark()
         with self._streams.on(self._adding):
             self._streams.after(pulled)
-            add_in_order(source, staged, self._rank, out)
+            add_in_order(source, staged, self._rank, out, scale)
             stage.free = self._streams.mark()

@@ -240,15 +240,14 @@ class DistributedDataParallel(nn.Module):
 
     def plan(self) -> Plan:
         """What is gathered and reduced where, as the schedules stand now."""
-        depth = self.config.prefetch_depth
         order = self.gather.order
         rows = []
         for position, bucket in enumerate(order):
-            first = position < max(1, depth)
+            issuer = self.gather.issuer(position)
             if not self.config.overlap_param_gather:
                 issued = waited = "optimizer step"
             else:
-                issued = "optimizer step" if first else f"pre-hook of #{position - depth}"
+                issued = "optimizer step" if issuer is None else f"pre-hook of #{issuer}"
                 waited = f"pre-hook of #{position}"
             layout = bucket.layout
             reduce_dtype = self.config.reduce_dtype or self.config.grad_dtype
@@ -256,11 +255,13 @@ class DistributedDataParallel(nn.Module):
                 BucketPlan(
                     name=bucket.name,
                     parameters=tuple(slot.name for slot in bucket.slots),
-                    param_bytes=layout.numel * layout.dtype.itemsize,
+                    param_bytes=layout.nbytes,
                     grad_bytes=layout.numel * reduce_dtype.itemsize,
                     padding=layout.padding,
                     group="edp" if layout.expert else "dp",
                     group_size=layout.group_size,
+                    gather_by=bucket.gather_by.name,
+                    reduce_by=bucket.reduce_by.name,
                     gather_issued=issued,
                     gather_waited=waited,
                     reduce_issued="gradient hook"

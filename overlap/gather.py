@@ -11,6 +11,10 @@ the wires with one that is needed later. For an expert layer with depth 1 this m
 pre-hook of fc1_weight issues the gather of fc2_weight before stage1 is enqueued, and that the
 pre-hook of fc2_weight only waits.
 
+A bucket much smaller than the next one brings too little compute to hide that: the next one is then
+issued with it. So a handful of router weights at the front does not keep the step from issuing the
+first expert weight.
+
 The order starts as the order of registration and is replaced, at the first optimizer step, by the
 order of first use that rank 0 has seen until then.
 """
@@ -24,6 +28,8 @@ from overlap.errors import StaleParameterError
 from overlap.streams import Streams
 
 __all__ = ["GatherSchedule"]
+
+SMALL = 16  # times smaller than the next bucket: its own compute does not count
 
 
 class GatherSchedule:
@@ -92,7 +98,17 @@ class GatherSchedule:
                 self._fetch(bucket)
                 self._late[bucket] = self.iteration
         for bucket in buckets:
-            self._issue_through(self._position[bucket] + self._depth)
+            self._issue_through(self._reach(self._position[bucket] + self._depth))
+
+    def _reach(self, position: int) -> int:
+        """Where to stop issuing, if all up to ``position`` is meant to be."""
+        if self._depth:
+            while position + 1 < len(self.order):
+                this, following = self.order[position : position + 2]
+                if this.layout.nbytes * SMALL > following.layout.nbytes:
+                    break
+                position += 1
+        return position
 
     def _fetch(self, bucket: Bucket) -> None:
         self._issue_through(self._position[bucket])
@@ -132,7 +148,14 @@ class GatherSchedule:
 
     def first(self) -> list[Bucket]:
         """The buckets that the step should write, and gather, before the others."""
-        return self.order[: max(1, self._depth)] if self._overlap else []
+        return self.order[: self._reach(max(1, self._depth) - 1) + 1] if self._overlap else []
+
+    def issuer(self, position: int) -> int | None:
+        """Whose pre-hook, by its place in the order, issues the gather at ``position``; None where
+        the step does."""
+        if position < len(self.first()):
+            return None
+        return next(p for p in range(position + 1) if self._reach(p + self._depth) >= position)
 
     def invalidate(self, buckets: Sequence[Bucket]) -> None:
         """The optimizer has written its shards of ``buckets``."""

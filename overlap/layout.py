@@ -110,6 +110,11 @@ class BucketLayout:
         return self.numel // self.group_size
 
     @property
+    def nbytes(self) -> int:
+        """Of the parameters, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    @property
     def padding(self) -> int:
         """Elements that belong to no parameter."""
         return self.numel - sum(member.spec.numel for member in self.members)

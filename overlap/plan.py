@@ -16,6 +16,7 @@ class BucketPlan:
         param_bytes, grad_bytes: What one all-gather and one reduce-scatter move, padding included.
         padding: Elements that belong to no parameter.
         group: "dp" or "edp".
+        gather_by, reduce_by: The transports, in words.
         gather_issued, gather_waited, reduce_issued: Where each happens, in words; "#3" is the
             bucket that comes fourth in the order of the gathers.
     """
@@ -27,6 +28,8 @@ class BucketPlan:
     padding: int
     group: str
     group_size: int
+    gather_by: str
+    reduce_by: str
     gather_issued: str
     gather_waited: str
     reduce_issued: str
@@ -66,9 +69,10 @@ class Plan:
                 lines.append("    a group of one: nothing to move")
                 continue
             lines += [
-                f"    gather {_bytes(bucket.param_bytes)} from {bucket.gather_issued}, "
-                f"waited for in {bucket.gather_waited}",
-                f"    reduce {_bytes(bucket.grad_bytes)} from {bucket.reduce_issued}, "
+                f"    gather {_bytes(bucket.param_bytes)} by {bucket.gather_by} from "
+                f"{bucket.gather_issued}, waited for in {bucket.gather_waited}",
+                f"    reduce {_bytes(bucket.grad_bytes)} by {bucket.reduce_by} from "
+                f"{bucket.reduce_issued}, "
                 "waited for in finish_grad_sync",
             ]
         order = " > ".join(f"#{number[name]}" for name in self.reduce_order)

@@ -50,7 +50,7 @@ class WaitClock:
             RuntimeError: The clock is off.
         """
         if not self._enabled:
-            raise RuntimeError("waits are not measured: set OverlapConfig(measure_waits=True)")
+            raise RuntimeError("waits are not measured: set measure_waits where you wrap the model")
         if self._events:
             self._events[-1][1].synchronize()
         total = self._seconds * 1e3

@@ -12,12 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from profiling.checks import Report, Row, check
+    from profiling.checks import check
     from profiling.effectiveness import Effective, effective
     from profiling.findings import Finding, FindingKind
     from profiling.json_output import to_json
     from profiling.loading import LoadError, load
     from profiling.recording import Recorder, record
+    from profiling.results import Measured, Report, Row
     from profiling.rules import Iterations, Rule, RuleError, built_in, read_rules
     from profiling.steps import NotComparableError
     from profiling.text import to_text
@@ -31,6 +32,7 @@ __all__ = [
     "FindingKind",
     "Iterations",
     "LoadError",
+    "Measured",
     "NotComparableError",
     "Profile",
     "Reading",
@@ -53,7 +55,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "checks": ("Report", "Row", "check"),
+    "checks": ("check",),
+    "results": ("Measured", "Report", "Row"),
     "effectiveness": ("Effective", "effective"),
     "findings": ("Finding", "FindingKind"),
     "loading": ("LoadError", "load"),

@@ -6,101 +6,25 @@ A check that cannot tell says so: INCONCLUSIVE is never success.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from profiling.bounds import Bound, bounds
-from profiling.clocks import Offset
+from profiling.bounds import bounds
 from profiling.effectiveness import Effective, against, effective
 from profiling.evidence import FEWEST, STRAGGLER, Evidence, collect
 from profiling.findings import Finding, FindingKind, advise, bad_ranks
-from profiling.metrics import exposed_communication
-from profiling.overview import DeviceOverview, overview
+from profiling.metrics import Occurrence, exposed_communication
+from profiling.overview import overview
+from profiling.results import Measured, Report, Row
 from profiling.rules import BUILT_IN, THRESHOLD, Iterations, Rule
 from profiling.slowdown import slowdown
 from profiling.trace import Profile
 from profiling.understanding import Reading, read
 from profiling.verdicts import Verdict
 
-__all__ = ["Report", "Row", "check"]
+__all__ = ["check", "judge"]
 
 LITTLE = 0.5  # of the communication's time; who saves less, though it is hidden, should know
 MOST_ASIDE = 0.2  # of the occurrences may be stragglers; more are no exception
-
-
-@dataclass(frozen=True)
-class Row:
-    """The verdict of one rule on one layer, over all ranks and iterations.
-
-    Attributes:
-        check: Name of the rule.
-        bounds: What the rule asks for, for people.
-        threshold: The hidden share that the rule asks for; None where it bounds other figures.
-        layer: Path of the experts module; what a collective without one is called; empty where the
-            profile has nothing that the rule is about.
-        hidden: Hidden time over collective time, 0 to 1; None where nothing was measured.
-        spread: Lowest and highest share of a single occurrence.
-        exposed_ms, wait_ms: Mean of an occurrence.
-        lead_ms: Mean time from its issue to the launch of the stage's first kernel; negative where
-            it was issued after; None where that is not known.
-        skew_ms: Mean of how much longer it took than on the rank where it was shortest; None
-            without peers in the profile.
-        slowdown: The stage's time with a collective beside it over that without; None where one of
-            them was not seen.
-        occurrences: What was measured, over all ranks and iterations.
-        set_aside: Reason -> how many occurrences it keeps out of the figures.
-        inferred: Whether which parameter it is was concluded, not recorded.
-        findings: Why the verdict is what it is, and what to know about it.
-    """
-
-    check: str
-    bounds: str
-    threshold: float | None
-    layer: str
-    verdict: Verdict
-    hidden: float | None
-    spread: tuple[float, float] | None
-    exposed_ms: float | None
-    wait_ms: float | None
-    lead_ms: float | None
-    skew_ms: float | None
-    slowdown: float | None
-    occurrences: int
-    set_aside: dict[str, int]
-    inferred: bool
-    findings: tuple[Finding, ...]
-
-    @property
-    def finding(self) -> str:
-        """The findings' sentences in one text."""
-        return "; ".join(finding.text for finding in self.findings)
-
-
-@dataclass(frozen=True)
-class Report:
-    """All rows of a profile, with what loading had to say.
-
-    Attributes:
-        exposed_ms: Rank -> per iteration, how long it communicated and did not compute.
-        bounds: The least that an iteration could leave exposed.
-        effective: What the run saves against its baseline; None without one.
-        clocks: Rank -> how far its clock is from the lowest rank's; None where nothing tells.
-        devices: Rank -> what each device did, then all together; empty without a device.
-    """
-
-    path: str
-    ranks: int
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
-    exposed_ms: dict[str, list[float]]
-    bounds: tuple[Bound, ...]
-    effective: Effective | None
-    clocks: dict[str, Offset | None]
-    devices: dict[str, tuple[DeviceOverview, ...]]
-
-    @property
-    def verdict(self) -> Verdict:
-        return Verdict.of_all(row.verdict for row in self.rows)
 
 
 def check(
@@ -184,6 +108,21 @@ def judge(
         set_aside=evidence.aside,
         inferred=any(one.inferred for one in evidence.issued),
         findings=tuple(findings),
+        measured=tuple(map(_measured, evidence.kept)),
+    )
+
+
+def _measured(one: Occurrence) -> Measured:
+    return Measured(
+        rank=one.rank,
+        iteration=one.subject.iteration,
+        hidden=one.share,
+        duration_ms=one.duration / 1e6,
+        transfer_ms=one.transfer / 1e6,
+        exposed_ms=one.exposed / 1e6,
+        wait_ms=one.wait / 1e6,
+        lead_ms=None if one.lead is None else one.lead / 1e6,
+        skew_ms=None if one.skew is None else one.skew / 1e6,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from profiling.annotate import annotate
 from profiling.assume import read_assumptions
-from profiling.checks import Report, check
+from profiling.checks import check
 from profiling.comparing import diff
 from profiling.effectiveness import effective
 from profiling.html import write_html
@@ -21,6 +21,7 @@ from profiling.listing import listing
 from profiling.loading import load
 from profiling.markdown import to_markdown
 from profiling.progress import progress_bar
+from profiling.results import Report
 from profiling.rules import Rule, built_in, read_rules
 from profiling.text import full_text, to_text
 from profiling.understanding import Reading, read

@@ -10,7 +10,7 @@ group. Where it cannot (several groups, or more runs than calls), the match is i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ OPERATIONS: dict[str, frozenset[str]] = {
     "c10d::allreduce_": _REDUCE,
     "c10d::allreduce_coalesced_": _REDUCE,
 }
+OVERTAKING = 16  # runs of other groups that may come before a call's own
 SLACK = 2_000_000  # ns; a waiter may be back before gloo's thread has noted the end
 
 
@@ -65,12 +66,7 @@ class Match(NamedTuple):
 
 def match(calls: Sequence[Call], runs: Sequence[Run]) -> list[Match]:
     """Return the match of each call. Both sequences are sorted by start."""
-    starts = [run.start for run in runs]
-    candidates: list[list[int]] = []
-    for call in calls:
-        last = len(runs) if call.deadline is None else bisect_right(starts, call.deadline)
-        window = range(bisect_left(starts, call.start), last)
-        candidates.append([index for index in window if _fits(call, runs[index])])
+    candidates = _candidates(calls, runs)
     matches: list[Match | None] = [None] * len(calls)
     taken: set[int] = set()
     _take_sure(candidates, matches, taken)
@@ -88,44 +84,83 @@ def match(calls: Sequence[Call], runs: Sequence[Run]) -> list[Match]:
     ]
 
 
+def _candidates(calls: Sequence[Call], runs: Sequence[Run]) -> list[list[int]]:
+    """Return the runs that each call may have.
+
+    Where no wait says by when a call was done, its run is among the next that fit, as many as
+    calls before it had none yet and a few more: other groups may overtake.
+    """
+    starts = [run.start for run in runs]
+    begun: defaultdict[frozenset[str], int] = defaultdict(int)  # calls before, by operations
+    by_operation: defaultdict[frozenset[str], list[int]] = defaultdict(list)
+    for operations in {call.operations for call in calls}:
+        by_operation[operations] += [i for i, run in enumerate(runs) if run.operation in operations]
+    candidates: list[list[int]] = []
+    for call in calls:
+        own = by_operation[call.operations]
+        first = bisect_left(own, bisect_left(starts, call.start))
+        if call.deadline is None:
+            last = first + max(0, begun[call.operations] - first) + 1 + OVERTAKING
+        else:
+            last = bisect_left(own, bisect_right(starts, call.deadline))
+        begun[call.operations] += 1
+        candidates.append([index for index in own[first:last] if _fits(call, runs[index])])
+    return candidates
+
+
 def _fits(call: Call, run: Run) -> bool:
-    return (
-        run.operation in call.operations
-        and (not call.sizes or run.sizes <= call.sizes)
-        and (call.deadline is None or run.end <= call.deadline + SLACK)
+    return (not call.sizes or run.sizes <= call.sizes) and (
+        call.deadline is None or run.end <= call.deadline + SLACK
     )
 
 
 def _take_sure(candidates: list[list[int]], matches: list[Match | None], taken: set[int]) -> None:
     """Match the calls that only one run fits, until that leaves no other call with one run."""
-    changed = True
-    while changed:
-        changed = False
-        for index, fitting in enumerate(candidates):
-            if matches[index] is not None:
-                continue
-            free = [run for run in fitting if run not in taken]
-            if len(free) == 1:
-                matches[index] = Match(free[0])
-                taken.add(free[0])
-                changed = True
+    free = [set(fitting) for fitting in candidates]
+    fitted: defaultdict[int, list[int]] = defaultdict(list)
+    for index, fitting in enumerate(candidates):
+        for run in fitting:
+            fitted[run].append(index)
+    sure = deque(index for index, left in enumerate(free) if len(left) == 1)
+    while sure:
+        index = sure.popleft()
+        if not free[index]:
+            continue  # another call took it
+        run = free[index].pop()
+        matches[index] = Match(run)
+        taken.add(run)
+        for other in fitted[run]:
+            if run in free[other]:
+                free[other].remove(run)
+                if len(free[other]) == 1:
+                    sure.append(other)
 
 
 def _components(
     candidates: list[list[int]], matches: list[Match | None], taken: set[int]
 ) -> list[tuple[list[int], set[int]]]:
     """Return the open calls that compete for the same runs, with those runs."""
-    groups: list[tuple[list[int], set[int]]] = []
+    parent: dict[int, int] = {}
+
+    def root(run: int) -> int:
+        while parent.setdefault(run, run) != run:
+            parent[run] = parent[parent[run]]
+            run = parent[run]
+        return run
+
+    free: dict[int, list[int]] = {}
     for index, fitting in enumerate(candidates):
-        free = {run for run in fitting if run not in taken}
-        if matches[index] is not None or not free:
-            continue
-        members = [index]
-        for group in [group for group in groups if group[1] & free]:
-            groups.remove(group)
-            members, free = group[0] + members, group[1] | free
-        groups.append((sorted(members), free))
-    return groups
+        left = [run for run in fitting if run not in taken]
+        if matches[index] is None and left:
+            free[index] = left
+            for run in left[1:]:
+                parent[root(run)] = root(left[0])
+    groups: dict[int, tuple[list[int], set[int]]] = {}
+    for index, left in free.items():
+        members, open_runs = groups.setdefault(root(left[0]), ([], set()))
+        members.append(index)
+        open_runs.update(left)
+    return list(groups.values())
 
 
 def _doubt(calls: list[Call], runs: int) -> str:

@@ -25,7 +25,7 @@ from profiling.understanding import Reading
 from profiling.writing import write
 
 if TYPE_CHECKING:
-    from profiling.checks import Report
+    from profiling.results import Report
 
 __all__ = ["write_html"]
 
@@ -168,9 +168,9 @@ def _drawn(shown: Timeline) -> Iterator[str]:
         for action, label, text in CONTROLS
     )
     yield (
-        f'<div class="controls">{buttons}<span class="soft">Drag to pan. Click the lanes, then '
-        "wheel or + and - to zoom (or Ctrl and wheel), ← → to pan, 0 for all, n and p for the "
-        "longest exposed parts.</span></div>"
+        f'<div class="controls">{buttons}<span class="soft">Drag to pan, pinch or Ctrl and '
+        "wheel to zoom. After a click on the lanes: wheel, + and - zoom, ← → pan, 0 shows all, n "
+        "and p go to the longest exposed parts.</span></div>"
     )
     yield (
         '<div id="timeline"><canvas id="overview" aria-hidden="true"></canvas>'

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from profiling.markup import listed, table, tone, verdict_mark
 
 if TYPE_CHECKING:
-    from profiling.checks import Report, Row
+    from profiling.results import Report, Row
 
 __all__ = ["by_check", "by_layer", "whole_run"]
 
 # What has a place of its own on the page; every other field of a row is a column.
 NO_COLUMN = {
+    "measured",
     *("check", "bounds", "threshold", "layer", "verdict", "findings", "set_aside", "inferred"),
 }
 SHARES = {"hidden", "spread"}
@@ -123,7 +124,7 @@ def _devices(report: Report) -> Iterator[str]:
     yield (
         '<p class="soft aside">Overlapped: the part of the union of the communication kernels in '
         "which any other kernel of the device ran. Copies and memsets are no kernels; the last "
-        "column counts memsets. Every step counts, and so do kernels without a launch in the trace.</p>"
+        "column counts memsets. Every step counts, and so do kernels without a launch.</p>"
     )
 
 

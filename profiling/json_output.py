@@ -9,12 +9,12 @@ from importlib import resources
 from typing import Any
 
 from profiling.bounds import Bound
-from profiling.checks import Report
 from profiling.clocks import Offset
 from profiling.comparing import Diff
 from profiling.effectiveness import Effective
 from profiling.listing import Listing
 from profiling.overview import DeviceOverview
+from profiling.results import Report
 from profiling.verdicts import Verdict
 
 __all__ = ["SCHEMA", "schema", "to_json"]

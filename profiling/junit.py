@@ -10,8 +10,8 @@ import re
 from itertools import groupby
 from xml.etree import ElementTree
 
-from profiling.checks import Report, Row
 from profiling.layout import ms, percent
+from profiling.results import Report, Row
 from profiling.verdicts import Verdict
 
 __all__ = ["to_junit"]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import singledispatch
 from itertools import groupby
 
-from profiling.checks import Report
 from profiling.comparing import Diff
 from profiling.effectiveness import CONFIDENCE, Effective
 from profiling.layout import ms, percent
+from profiling.results import Report
 from profiling.verdicts import Verdict
 
 __all__ = ["to_markdown"]

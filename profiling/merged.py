@@ -40,7 +40,7 @@ _WITHIN = (
     "role",
 )
 _STEP = re.compile(r"ProfilerStep#\d+$")
-_MIXED = 0.1  # of the launches may share a correlation: more are another rank's
+_MIXED = 0.3  # of the launches may share a correlation; with another rank's in the file half do
 
 
 class SeveralRanksError(ValueError):

@@ -10,13 +10,13 @@ from functools import singledispatch
 from itertools import groupby
 
 from profiling.bounds import Bound
-from profiling.checks import Report, Row
 from profiling.clocks import Offset
 from profiling.comparing import Change, Diff
 from profiling.effectiveness import CONFIDENCE, Effective
 from profiling.layout import clip, ms, percent, wrap
 from profiling.listing import CollectiveCount, Listing, RankListing
 from profiling.overview import DeviceOverview
+from profiling.results import Report, Row
 
 __all__ = ["full_text", "to_text"]
 

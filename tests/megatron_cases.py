@@ -73,6 +73,8 @@ def both_layers(cfg: Any, **options: Any) -> tuple[Any, Any]:
     )
     for layer in (theirs, ours):
         layer.set_layer_number(1)
+    if theirs.router.expert_bias is not None:
+        theirs.router.expert_bias.normal_(std=0.05)
     copy_weights(theirs, ours)
     return theirs, ours
 

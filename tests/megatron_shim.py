@@ -7,6 +7,8 @@ name that a GPU tensor would have, and the CUDA generator is the CPU's. No arith
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -74,6 +76,21 @@ def _splits_as_lists(all_to_all_single: Any) -> Any:
     return call
 
 
+class _InProcess:
+    """Threads and their queues in the place of processes: a rank of a test may not fork."""
+
+    Queue = JoinableQueue = queue.Queue
+
+    def get_context(self, method: str) -> _InProcess:
+        return self
+
+    def Manager(self) -> _InProcess:
+        return self
+
+    def Process(self, **options: Any) -> threading.Thread:
+        return threading.Thread(**options)
+
+
 def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
     return torch.get_rng_state()
 
@@ -89,6 +106,7 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
     ``intercept=False`` is for benchmarks: not every call of torch is intercepted, which costs time,
     but the few that a training step makes are replaced.
     """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
@@ -122,6 +140,7 @@ def on_cpu(intercept: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
         # And it takes transformer-engine's classes, which are None then, for classes.
         stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
+        stack.enter_context(mock.patch.object(filesystem_async, "mp", _InProcess()))
         if intercept:
             stack.enter_context(CudaMeansCpu())
         else:
@@ -139,8 +158,11 @@ def initialize(expert_parallel_size: int, pipeline_parallel_size: int = 1, seed:
     """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
     parallel_state.destroy_model_parallel()
+    # Left by another test in this process, in the shape of that test's scale.
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     with on_cpu():
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=pipeline_parallel_size,

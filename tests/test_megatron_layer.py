@@ -32,6 +32,7 @@ SCENARIOS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"router": "fused"},
     ),
     "one expert group": (1, cases.DEEPSEEK, {}),
+    "expert bias": (4, {**cases.DEEPSEEK, "moe_router_enable_expert_bias": True}, {}),
     "recomputed": (
         2,
         {
@@ -82,9 +83,10 @@ def logged() -> dict[str, Tensor]:
     """The balancing losses that Megatron's log holds; empties it."""
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-    tracker = get_moe_layer_wise_logging_tracker()
-    losses = {name: entry["values"].clone() for name, entry in tracker.items()}
-    tracker.clear()
+    entries = get_moe_layer_wise_logging_tracker().items()
+    losses = {name: entry["values"].clone() for name, entry in entries if entry["values"].any()}
+    for _, entry in entries:
+        entry["values"].zero_()
     return losses
 
 

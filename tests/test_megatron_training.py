@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +25,7 @@ TINY = ["--config", "tiny", "--mock_data", "--device", "cpu"]
 
 
 def train(argv: list[str], watch: Any = None) -> list[dict[str, float]]:
-    """Run the script on this rank. ``watch`` is called with what `overlap.megatron.wrap` returned."""
+    """Run the script on this rank; ``watch`` gets what `overlap.megatron.wrap` returned."""
     import overlap.megatron
     from examples.pretraining import flags, training
 
@@ -167,9 +166,7 @@ def resharded(folder: str) -> dict[str, list[float]]:
         return enable(argparse.Namespace(**{**vars(args), "bf16": True}))
 
     found = {}
-    # Megatron writes checkpoints from processes of its own, which daemons may not have.
-    not_daemon = mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False})
-    with not_daemon, mock.patch.object(megamoe.megatron, "enable", claim_bf16):
+    with mock.patch.object(megamoe.megatron, "enable", claim_bf16):
         ep = "--expert_model_parallel_size"
         save = ["--save", folder, "--save_interval", "3"]
         found["saved"] = losses([*SPLIT, ep, "2", *save])[3:]
@@ -186,3 +183,223 @@ def test_checkpoint_reshards(ranks: Ranks, tmp_path: Path) -> None:
     assert len(found["saved"]) == 2
     for how, losses in found.items():
         assert losses == pytest.approx(found["saved"], rel=1e-5), how
+
+
+def pipelined(folder: str) -> dict[str, Any]:
+    """Train at PP 2 x EP 2; return what a stage's DDP looks like and in which order it works."""
+    import megamoe.functions
+    import overlap.megatron
+    from overlap.megatron import wiring
+
+    events: list[tuple[str, str]] = []
+    found: dict[str, Any] = {"events": events}
+
+    def watch(chunks: list[Any]) -> None:
+        (found["explained"],) = (overlap.megatron.explain(chunk) for chunk in chunks)
+
+    def note(kind: Any, name: str = "") -> Any:
+        events.append((kind.value.partition("::")[2], name.rpartition(".mlp.experts")[2]))
+        found.setdefault("layers", set()).add(name.partition(".mlp.experts")[0])
+        return real(kind, name)
+
+    real = wiring.span
+    with (
+        mock.patch.object(wiring, "span", note),
+        mock.patch.object(megamoe.functions, "span", note),
+    ):
+        argv = ["--expert_model_parallel_size", "2", "--pipeline_model_parallel_size", "2", *SPLIT]
+        records = train([*argv, "--train_iters", "6"], watch)
+    found["losses"] = [record["loss"] for record in records]
+    return found
+
+
+def test_pipeline_keeps_the_split(ranks: Ranks, tmp_path: Path) -> None:
+    for rank, found in enumerate(ranks.run(4, pipelined, str(tmp_path))):
+        stage = rank // 2
+        layer = f"decoder.layers.{stage}"
+        explained = found["explained"]
+        assert explained.chunk.stage == stage
+        assert [b.name for b in explained.chunk.buckets if b.expert] == [
+            f"{layer}.mlp.experts.fc1_weight",
+            f"{layer}.mlp.experts.fc2_weight",
+        ]
+        # Four ranks are used up by PP 2 x EP 2: each set of experts has one copy.
+        assert [f.reason.value for f in explained.findings] == ["group of one"]
+        assert layer in found["layers"]
+        assert f"decoder.layers.{1 - stage}" not in found["layers"]
+        assert found["losses"][-1] < found["losses"][0]
+
+        # The last iteration: 4 microbatches, weights gathered in the first, reduced in the last.
+        events = found["events"]
+        gather, reduce = ("param_gather", ".fc2_weight"), ("grad_reduce", ".fc2_weight")
+        last = events[max(i for i, event in enumerate(events) if event == gather) :]
+        assert last.index(gather) == 0
+        assert last.index(("stage1.forward", "")) < last.index(("param_wait", ".fc2_weight"))
+        backward = len(last) - 1 - last[::-1].index(("stage1.backward", ""))
+        assert last.index(("stage2.backward", "")) < last.index(reduce) < backward
+        assert last[backward - 1] == reduce
+
+
+def losing() -> list[str]:
+    """Set-ups in which the split is lost, on one rank: what strict says, and when."""
+    import overlap.megatron
+    from megamoe import MegaMoEConfig, MegaMoELayer
+    from overlap import SplitLostError, WrapError
+    from tests.megatron_cases import config as transformer_config
+
+    class Model(torch.nn.Module):
+        """Two MoE layers, of which the second registered is used first if ``swapped``."""
+
+        def __init__(self, swapped: bool = False) -> None:
+            super().__init__()
+            config = MegaMoEConfig(
+                hidden_size=16,
+                moe_ffn_hidden_size=8,
+                num_moe_experts=4,
+                expert_model_parallel_size=2,
+            )
+            group = megatron_shim.initialize(2)
+            self.config = transformer_config(2)
+            self.layers = torch.nn.ModuleList(MegaMoELayer(config, group) for _ in range(2))
+            self.swapped = swapped
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self.layers) if self.swapped else self.layers:
+                x = x + layer(x)[0]
+            return x
+
+    said = []
+    x = torch.randn(6, 16)
+    with megatron_shim.on_cpu():
+        for options, kept in (
+            ({"overlap_param_gather": False}, True),
+            ({"overlap_grad_reduce": False}, True),
+            ({"align_param_gather": True}, True),
+            ({}, False),
+        ):
+            with pytest.raises(SplitLostError) as caught:
+                overlap.megatron.wrap(
+                    Model(), overlap.megatron.ddp_config(**options), own_buckets=kept, strict=True
+                )
+            said.append(str(caught.value))
+        # Another order of use shows in the first forward: asked for, or as it comes.
+        (ddp,) = overlap.megatron.wrap(Model(swapped=True))
+        assert overlap.megatron.explain(ddp).hides
+        said.append(str(overlap.megatron.explain(ddp, forward=lambda: ddp(x))))
+        (ddp,) = overlap.megatron.wrap(Model(swapped=True), strict=True)
+        with pytest.raises(SplitLostError) as caught:
+            ddp(x)
+        said.append(str(caught.value))
+        (ddp,) = overlap.megatron.wrap(Model(), strict=True)
+        ddp(x)
+        assert overlap.megatron.explain(ddp).hides
+        assert "every expert weight's collectives can hide" in str(overlap.megatron.explain(ddp))
+        with pytest.raises(WrapError, match="wrap it once"):
+            overlap.megatron.wrap(ddp)
+        assert not any(hasattr(param, "shared_embedding") for param in ddp.parameters())
+
+        # The first gathers of both chains are on their way before the first module runs; not while
+        # Megatron has its hooks off, as in an evaluation.
+        issued: list[str] = []
+        ddp.module.layers[0].register_forward_pre_hook(
+            lambda *_: issued.extend(
+                chain[-1].param_gather_dispatched
+                for chain in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups)
+            )
+        )
+        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+            assert group.param_gather_dispatched
+            group.param_gather_dispatched = False  # as after a step
+        ddp.disable_forward_pre_hook(param_sync=False)
+        ddp(x)
+        assert issued == [False, False]
+        ddp.enable_forward_pre_hook()
+        ddp(x)
+        assert issued == [False, False, True, True]
+        overlap.megatron.finish_in_flight([ddp])
+    return said
+
+
+def test_strict_names_what_loses_the_split(ranks: Ranks) -> None:
+    gathers, reductions, aligned, shared, probed, strict = ranks.run(4, losing)[0]
+    assert gathers.startswith("parameter gathers are not overlapped: set overlap_param_gather")
+    assert reductions.startswith("gradient reductions are not overlapped")
+    assert aligned.startswith("gathers are aligned over the pipeline")
+    assert "layers.0.experts.fc1_weight, layers.0.experts.fc2_weight and 2 more" in shared
+    for text in (probed, strict):
+        assert "the forward uses layers.1.experts.fc1_weight where the gathers" in text
+        assert "bring layers.0.experts.fc1_weight" in text
+
+
+def recomputed() -> list[list[float]]:
+    """Losses with whole layers recomputed in several ways, and without."""
+    ways = (
+        [],
+        ["--recompute_granularity", "full", "--recompute_layer_ids", "1"],
+        [*("--recompute_granularity", "full", "--recompute_method", "uniform"),
+         *("--recompute_num_layers", "1")],
+        ["--recompute_granularity", "selective", "--recompute_modules", "moe"],
+    )  # fmt: skip
+    argv = [*SPLIT, "--train_iters", "3", "--expert_model_parallel_size", "2"]
+    return [[record["loss"] for record in train([*argv, *way])] for way in ways]
+
+
+def test_recomputation_changes_nothing(ranks: Ranks) -> None:
+    plain, *others = ranks.run(4, recomputed)[3]
+    assert len(set(plain)) == 3
+    for losses in others:
+        assert losses == plain
+
+
+def indexed(folder: str) -> list[float]:
+    argv = ["--data_path", f"{folder}/tokens", "--train_iters", "30", "--device", "cpu"]
+    from examples.pretraining import flags, training
+
+    args = flags.parse(["--config", "tiny", *argv])
+    with megatron_shim.on_cpu():
+        megatron_shim.initialize(1)
+        return [record["loss"] for record in training.train(args)]
+
+
+def test_indexed_dataset(ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron's own writer, our windows: a text that repeats can be learnt by heart."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    with megatron_shim.on_cpu():
+        builder = IndexedDatasetBuilder(str(tmp_path / "tokens.bin"), dtype=np.uint16)
+        for start in range(40):
+            builder.add_document(torch.arange(start, start + 20) % 64, [20])
+        builder.finalize(str(tmp_path / "tokens.idx"))
+    losses = ranks.run(2, indexed, str(tmp_path))[1]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def benchmarked() -> dict[str, Any]:
+    from benchmarks import megatron_layer
+
+    argv = ["--config", "tiny", "--moe_layer_freq", "1", "--num_layers", "2", "--num_experts", "4"]
+    argv += ["--moe_router_num_groups", "2", "--moe_router_group_topk", "1", "--vocab_size", "64"]
+    argv += ["--train_iters", "5", "--device", "cpu"]
+    found: dict[str, Any] = {}
+    run = megatron_layer.run
+
+    def kept(args: argparse.Namespace, weights: Any) -> Any:
+        found[f"{args.use_turbo_mega_moe} {args.mega_moe_fused}"] = row = run(args, weights)
+        return row
+
+    with megatron_shim.on_cpu(), mock.patch.object(megatron_layer, "run", kept):
+        assert megatron_layer.main(argv) == 0
+    return found
+
+
+def test_benchmark_compares_like_with_like(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, benchmarked)
+    theirs, split, unsplit = found.values()
+    assert [row["path"] for row in found.values()] == [
+        "SequentialMLP",
+        "MegatronExperts",
+        "MegatronExperts",
+    ]
+    assert split["losses"] == unsplit["losses"]
+    assert split["losses"] == pytest.approx(theirs["losses"], rel=3e-3)  # bf16

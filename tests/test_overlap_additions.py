@@ -24,27 +24,29 @@ def ways() -> list[Any]:
 @pytest.mark.parametrize(
     ("ranks", "rank"), [(2, 0), (2, 1), (3, 1), (4, 0), (4, 3), (8, 5)], ids=str
 )
+@pytest.mark.parametrize("scale", [1.0, 1 / 3], ids=["sum", "third"])
 @pytest.mark.parametrize("way", [0, 1], ids=["add_in_order", "kernel"])
 def test_sums_are_those_of_the_definition(
-    way: int, ranks: int, rank: int, dtype: torch.dtype, out_dtype: torch.dtype
+    way: int, ranks: int, rank: int, dtype: torch.dtype, out_dtype: torch.dtype, scale: float
 ) -> None:
-    add: Callable[[Tensor, Tensor, int, Tensor], None] = ways()[way]
+    add: Callable[[Tensor, Tensor, int, Tensor, float], None] = ways()[way]
     numel = 64 * 37  # no multiple of a block
     generator = torch.Generator().manual_seed(ranks * 10 + rank)
-    scale = 10.0 ** torch.randint(-4, 5, (ranks, numel), generator=generator)
-    terms = (torch.randn(ranks, numel, generator=generator) * scale).to(dtype)
+    spread = 10.0 ** torch.randint(-4, 5, (ranks, numel), generator=generator)
+    terms = (torch.randn(ranks, numel, generator=generator) * spread).to(dtype)
     total = terms[0].float()
     for term in terms[1:]:
         total = total + term.float()
+    total = total * scale
     others = torch.full((ranks - 1, numel + 64), torch.nan, dtype=dtype)
     others[:, :numel] = torch.cat((terms[:rank], terms[rank + 1 :]))
     own = terms[rank].to(DEVICE)
     out = torch.full((numel + 1,), torch.nan, dtype=out_dtype, device=DEVICE)
-    add(own, others.to(DEVICE), rank, out[:numel])
+    add(own, others.to(DEVICE), rank, out[:numel], scale)
     check(out[:numel], total, cuts=way == 1)
     assert out[numel].isnan()
     if dtype is out_dtype:  # in place
-        add(own, others.to(DEVICE), rank, own)
+        add(own, others.to(DEVICE), rank, own, scale)
         check(own, total, cuts=way == 1)
 
 

@@ -100,8 +100,10 @@ def reductions(count: int, staging_bytes: int) -> None:
         source.copy_(parts[rank])
         own = slice(rank * numel, (rank + 1) * numel)
         for out in (torch.empty(numel), torch.empty(numel, dtype=torch.bfloat16), source[own]):
-            transport.reduce_scatter(out, source, "a reduction").wait()
-            assert torch.equal(out, in_order([part[own] for part in parts], out.dtype))
+            scale = pick.choice((1.0, 1 / 3))
+            transport.reduce_scatter(out, source, "a reduction", scale).wait()
+            total = in_order([part[own] for part in parts], torch.float32) * scale
+            assert torch.equal(out, total.to(out.dtype))
         source[own] = parts[rank][own]
         assert torch.equal(source, parts[rank])  # in place, nothing but the own part was written
 
@@ -274,7 +276,7 @@ def test_bf16_gradients_are_added_in_fp32(ranks: Ranks) -> None:
 def transports_of_one() -> list[str]:
     with shared_memory():
         ddp = DistributedDataParallel(Model(), OverlapConfig(**PULLED), ProcessGroups.build())
-    return sorted({type(bucket._gather_by).__name__ for bucket in ddp.buckets})
+    return sorted({type(bucket.gather_by).__name__ for bucket in ddp.buckets})
 
 
 def test_a_group_of_one_needs_no_such_memory(ranks: Ranks) -> None:
@@ -296,22 +298,33 @@ def test_a_cpu_model_is_refused(ranks: Ranks) -> None:
 
 
 def chosen(config: dict[str, Any], possible: bool) -> list[str]:
-    """The transports of one group."""
+    """The transports of one group, by what they are and by what the plan says."""
     with shared_memory() if possible else nullcontext():
         groups = ProcessGroups.build()
         ddp = DistributedDataParallel(nn.Linear(64, 64), OverlapConfig(**config), groups)
     [bucket] = ddp.buckets
     dist.barrier()
-    return [type(way).__name__ for way in (bucket._gather_by, bucket._reduce_by)]
+    [row] = ddp.plan().buckets
+    assert f"by {row.gather_by} from" in str(ddp.plan())
+    ways = [type(way).__name__ for way in (bucket.gather_by, bucket.reduce_by)]
+    return [*ways, row.gather_by, row.reduce_by]
 
 
 @pytest.mark.parametrize(
     ("config", "possible", "transports"),
     [
-        ({}, True, ["PullGather", "PullReduce"]),
-        ({}, False, ["Collective", "Collective"]),
-        ({"param_gather_transport": "nccl"}, True, ["Collective", "PullReduce"]),
-        ({"grad_reduce_transport": "collective"}, True, ["PullGather", "Collective"]),
+        ({}, True, ["PullGather", "PullReduce", "copy engine", "copy engine"]),
+        ({}, False, ["Collective", "Collective", "collective", "collective"]),
+        (
+            {"param_gather_transport": "nccl"},
+            True,
+            ["Collective", "PullReduce", "collective", "copy engine"],
+        ),
+        (
+            {"grad_reduce_transport": "collective"},
+            True,
+            ["PullGather", "Collective", "copy engine", "collective"],
+        ),
     ],
     ids=["auto, possible", "auto, impossible", "gather by NCCL", "reduce by NCCL"],
 )

@@ -46,7 +46,9 @@ def test_plan(ranks: Ranks) -> None:
         assert fc2.param_bytes == fc2.grad_bytes == 4 * 2 * 16 * 24
         assert fc2.padding == 0 < dense.padding
         assert "gather order: as first used" in text
-        assert "gather 3 KiB from pre-hook of #1, waited for in pre-hook of #2" in text
+        assert (
+            "gather 3 KiB by collective from pre-hook of #1, waited for in pre-hook of #2" in text
+        )
         assert "reduce order: #4 > #3 > #2 > #1 > #0" in text
         assert len(text.splitlines()) == 2 + 4 * len(BUCKETS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from megamoe import MegaMoEExperts
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
+from overlap.gather import GatherSchedule
 from tests.overlap_models import Model, own_batch
 from tests.overlap_spies import log_forwards, spying
 from tests.ranks import Ranks
@@ -153,3 +155,32 @@ def test_without_overlap_the_step_does_it_all(ranks: Ranks) -> None:
             assert (
                 kinds == ["reduce"] * 5 + ["wait reduce"] * 5 + ["gather"] * 5 + ["wait gather"] * 5
             )
+
+
+class Sized:
+    """As much of a bucket as the order of gathers looks at."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.layout = SimpleNamespace(nbytes=nbytes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "depth", "issuers"),
+    [  # by place: None is the step, a number the place whose pre-hook issues it
+        ([100, 100, 100, 100], 1, [None, 0, 1, 2]),
+        ([100, 100, 100, 100], 2, [None, None, 0, 1]),
+        ([1, 100, 100, 100], 1, [None, None, 1, 2]),  # a handful of bytes hides no gather
+        ([1, 2, 100, 100], 1, [None, 0, 0, 2]),  # the second is not small beside the first
+        ([100, 100, 1, 100], 1, [None, 0, 1, 1]),
+        ([1, 100, 100, 100], 0, [None, 1, 2, 3]),  # depth 0 hides nothing
+        ([7, 100, 100, 100], 1, [None, 0, 1, 2]),  # not small enough
+    ],
+)
+def test_small_buckets_take_the_next_one_along(
+    sizes: list[int], depth: int, issuers: list[int | None]
+) -> None:
+    buckets: Any = [Sized(nbytes) for nbytes in sizes]
+    streams: Any = None
+    schedule = GatherSchedule(buckets, streams, depth=depth, overlap=True, serialize=False)
+    assert [schedule.issuer(position) for position in range(len(sizes))] == issuers
+    assert schedule.first() == buckets[: issuers.count(None)]

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import zstandard
 
 import profiling
 from profiling import splicing
@@ -343,6 +344,17 @@ def test_a_source_is_never_replaced(tmp_path):
     with pytest.raises(AnnotateError, match="is the profile itself"):
         annotate(source, tmp_path / "link.json")
     assert source.read_bytes() == content
+
+
+def test_a_directory_is_made_and_zstd_becomes_gzip(tmp_path):
+    trace = TraceBuilder()
+    for number in range(2):
+        gpu_iteration(trace, number, 1e6 + 2000 * number, gather=(150, 650))
+    source = tmp_path / "rank0.json.zst"
+    source.write_bytes(zstandard.compress(trace.text().encode()))
+    (done,) = annotate(source, tmp_path / "new" / "out")
+    assert done.path == tmp_path / "new" / "out" / "rank0.json.gz"
+    assert profiling.check(done.path).rows == profiling.check(source).rows
 
 
 def test_several_files_need_a_directory(tmp_path):

@@ -11,7 +11,8 @@ import pytest
 
 from profiling.cli import main
 from profiling.writing import WriteError, replacing
-from tests.corpus import PLAIN, Case, assume_lines, build
+from tests.corpus import assume_lines, build
+from tests.corpus_runs import PLAIN, Case
 from tests.kineto import TraceBuilder, gpu_iteration
 
 COMMANDS = ["ls", "check", "report", "diff", "effective", "annotate"]

@@ -21,9 +21,10 @@ from profiling.classification import Work
 from profiling.launches import Launches
 from profiling.peers import Transfers
 from profiling.spans import BACKWARD
-from tests.corpus import PLAIN, THRESHOLD, assume_lines, build, cases, layer_name
+from tests.corpus import assume_lines, build, layer_name
+from tests.corpus_runs import PLAIN, THRESHOLD, cases
 
-CASES = int(os.environ.get("CORPUS_CASES", "300"))  # 2,000 take a minute
+CASES = int(os.environ.get("CORPUS_CASES", "300"))  # 2,000 take two minutes
 # Why the verdict on a run that can be known may be withheld.
 REASONS = (
     "lasted over",  # too many first occurrences of which no other rank says how long they were
@@ -105,7 +106,7 @@ def test_no_false_verdict():
         assert tally[truly, truly] > 0.9 * sum(tally[found, truly] for found in Verdict)
         assert tally[truly, truly] > CASES / 5
     assert tally["unknowable"] > CASES / 20
-    assert tally["scattered"] < CASES / 50
+    assert tally["scattered"] < CASES / 20
 
 
 def no_names(patch):

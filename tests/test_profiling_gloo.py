@@ -85,6 +85,12 @@ def test_a_run_from_before_the_recording_is_left_over():
     assert matched([call(10, 20)], [run(2, 9), run(11, 19)]) == [1]
 
 
+def test_thousands_of_calls_that_nobody_waited_for():
+    calls = [call(10 * i, None, 8 + i % 3) for i in range(5000)]
+    runs = [run(10 * i + 1, 10 * i + 9, 8 + i % 3) for i in range(5000)]
+    assert matched(calls, runs) == list(range(5000))
+
+
 def test_200_random_schedules_are_matched_right_or_not_at_all():
     """A group with two threads, as torch has it, runs calls of two sizes in order of issue."""
     generator = random.Random()

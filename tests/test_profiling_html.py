@@ -141,3 +141,30 @@ def test_a_profile_with_nothing_to_draw(tmp_path):
     _, page, *_ = written(trace.write(tmp_path), tmp_path)
     assert "canvas" not in page.tags
     assert "INCONCLUSIVE" in page.texts["h1"]
+
+
+def luminance(colour):
+    """Of a colour as WCAG 2 has it."""
+    digits = colour.lstrip("#")
+    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_on_what_it_stands_on(theme):
+    """Contrast of at least 4.5 to 1, which is level AA."""
+    style = (Path(profiling.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
+    pairs = re.findall(r"--([\w-]+): light-dark\((#\w+), (#\w+)\)", style)
+    colours = {name: both[theme] for name, *both in pairs}
+    tones = ("pass", "fail", "inconclusive")
+    on = {"link": ("back", "card")}
+    on |= {tone: ("back", "card", f"{tone}-back") for tone in tones}
+    on["soft"] = on["text"] = ("back", "card", "track", *(f"{tone}-back" for tone in tones))
+    for name, grounds in on.items():
+        for ground in grounds:
+            low, high = sorted((luminance(colours[name]), luminance(colours[ground])))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (name, ground)

@@ -1,11 +1,16 @@
 """Traces that are not ours: layers from the order of calls, weights from sizes, doubt where neither
 tells."""
 
+import gzip
+import json
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import profiling
+from profiling import Verdict
 from profiling.assume import AssumeError, read_assumptions
 from profiling.attribution import Source, attribute
 from profiling.loading import load
@@ -163,6 +168,29 @@ def test_microbatches_gather_once_and_reduce_in_the_last(tmp_path):
     assert {number for *_, number in issued(found, Kind.GRAD_REDUCE)} == {1}
 
 
+def test_without_iterations_the_order_counts_over_the_whole_trace(tmp_path):
+    foreign = Foreign()
+    for _ in range(4):
+        foreign.step()
+    found = foreign.read(tmp_path)
+    assert run_of(found, Kind.STAGE1_FORWARD) == [
+        (None, f"layers.{layer}", microbatch) for microbatch in range(4) for layer in (0, 1)
+    ]
+    gathers = [name for _, name, _ in issued(found, Kind.PARAM_GATHER)]
+    assert gathers == [f"layers.{i}.fc{n}_weight" for _ in range(4) for i in (0, 1) for n in (1, 2)]
+
+
+def test_a_recording_that_begins_in_the_middle_does_not_tell_layers(tmp_path):
+    foreign = Foreign()
+    foreign.stage(1, "forward")
+    for _ in range(3):
+        foreign.backward()
+        foreign.forward()
+    found = foreign.read(tmp_path)
+    assert not [one for one in found.stages if one.span.kind is Kind.STAGE1_FORWARD]
+    assert any("1 of 1 iterations do not run megamoe::stage1.forward" in n for n in found.notes)
+
+
 def test_a_gather_after_the_last_stage_is_for_the_next_iteration(tmp_path):
     foreign = Foreign()
     foreign.iteration(0, lambda: (foreign.step(), foreign.collective(FC1), foreign.collective(FC2)))
@@ -303,6 +331,40 @@ def test_sizes_that_are_no_gated_pair_are_not_guessed_at(tmp_path):
     assert found.stages
     assert not found.collectives
     assert any("give the weights in an --assume file" in note for note in found.notes)
+
+
+NCCL = Path(__file__).parent / "data" / "nccl"
+
+
+def nameless(variant, folder):
+    """Two ranks' real traces as primus_turbo's stages would have left them: no layer, no weight."""
+    for path in (NCCL / variant).iterdir():
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        trace["traceEvents"] = [
+            event | {"name": re.sub(r"megamoe::(.*)\.(.*)\[.*", r"fused_mega_moe_\1_\2", name)}
+            for event in trace["traceEvents"]
+            if not (name := event.get("name", "")).startswith("overlap::")
+        ]
+        (folder / path.stem).write_text(json.dumps(trace))
+    return folder
+
+
+@pytest.mark.parametrize("variant", ["split", "late", "serialised"])
+def test_a_real_run_is_judged_the_same_without_its_names(tmp_path, variant):
+    known = profiling.check(NCCL / variant).rows
+    inferred = profiling.check(nameless(variant, tmp_path)).rows
+    assert [row.layer for row in known] == [f"{row.layer}.experts" for row in inferred]
+    for ours, theirs in zip(known, inferred, strict=True):
+        assert theirs.inferred
+        assert not ours.inferred
+        for what in ("check", "verdict", "hidden", "spread", "occurrences", "set_aside"):
+            assert getattr(ours, what) == getattr(theirs, what), what
+
+
+def test_a_real_run_whose_weights_share_a_bucket_is_not_guessed_at(tmp_path):
+    report = profiling.check(nameless("fused", tmp_path))
+    assert {row.verdict for row in report.rows} == {Verdict.INCONCLUSIVE}
+    assert any("give the weights in an --assume file" in note for note in report.notes)
 
 
 def test_the_documented_file_can_be_read(tmp_path):

@@ -109,6 +109,13 @@ def test_json_has_the_figures():
     assert (entry["kind"], entry["verdict"], entry["exit_code"]) == ("report", "PASS", 0)
     assert [row["hidden"] for row in entry["rows"]] == [row.hidden for row in found.rows]
     assert entry["effective"]["value"] == found.effective.value
+    for row in entry["rows"]:
+        assert len(row["measured"]) == row["occurrences"]
+        assert [one["iteration"] for one in row["measured"]] == list(range(2, 12))
+        shares = [one["hidden"] for one in row["measured"]]
+        assert [min(shares), max(shares)] == row["spread"]
+        exposed = [one["exposed_ms"] for one in row["measured"]]
+        assert sum(exposed) / len(exposed) == pytest.approx(row["exposed_ms"])
     assert entry["devices"]["rank 0"][0]["counts"]["communication"] == 40
 
 

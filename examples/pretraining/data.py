@@ -28,7 +28,7 @@ def batches(
 
 
 def _mock(args: argparse.Namespace, rank: int, ranks: int) -> Iterator[Tensor]:
-    """[B, S + 1] int64: each token is an affine function of the one before; one in eight is noise."""
+    """[B, S + 1] int64: a token is an affine function of the one before; one in eight is noise."""
     generator = torch.Generator().manual_seed(args.seed * 1000 + rank)
     shape = (args.micro_batch_size, args.seq_length + 1)
     while True:

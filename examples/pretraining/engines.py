@@ -22,6 +22,11 @@ from overlap import OverlapConfig, ProcessGroups
 
 Batch = dict[str, Tensor]
 
+_CHECKPOINT = {  # a form that any expert-parallel size can read
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
 
 class MegatronEngine:
     """Megatron-core's DDP and DistributedOptimizer under its own schedules."""
@@ -42,6 +47,7 @@ class MegatronEngine:
             config=config,
             own_buckets=args.own_expert_buckets,
             strict=args.strict_overlap,
+            measure_waits=True,
         )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -111,15 +117,22 @@ class MegatronEngine:
         """Read the latest checkpoint in ``folder``; return its iteration."""
         from megatron.core import dist_checkpointing
 
+        # Megatron has two optimizers where experts are spread, else one.
+        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for part in parts:
+            _init_state(part)
         target = folder / (folder / "latest").read_text()
         state = dist_checkpointing.load(self._sharded(is_loading=True), str(target))
+        iteration = int(state["iteration"])
         for index, chunk in enumerate(self.chunks):
             _inner(chunk).load_state_dict(state[_key(index)])
-        self.optimizer.load_state_dict(state["optimizer"])
-        return int(state["iteration"])
+        saved = state["optimizer"]
+        for index, part in enumerate(parts):
+            _load_state(part, saved if len(parts) == 1 else saved[index], iteration)
+        return iteration
 
     def _sharded(self, is_loading: bool = False) -> dict[str, Any]:
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        metadata = dict(_CHECKPOINT)  # Megatron writes into it
         model = {
             _key(index): _inner(chunk).sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(self.chunks)
@@ -225,3 +238,28 @@ def _inner(chunk: Any) -> Any:
 
 def _key(index: int) -> str:
     return "model" if index == 0 else f"model{index}"
+
+
+def _init_state(optimizer: Any) -> None:
+    """Allocate the state that torch's AdamW makes in its first step only."""
+    if isinstance(optimizer.optimizer, torch.optim.Optimizer):
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+        for state in optimizer.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def _load_state(optimizer: Any, saved: dict[str, Any], iteration: int) -> None:
+    """Load one of Megatron's optimizers, whose groups may differ from those that were saved: of
+    these only the tensors and the number of steps are state."""
+    own = optimizer.state_dict()
+    for group in own["optimizer"]["param_groups"]:
+        group["step"] = iteration
+    optimizer.load_state_dict(own)
+    # Megatron looks for torch's "step" among the tensors, where it does not save it, and has given
+    # one tensor to all parameters, which each of them would advance.
+    with_step = [state for state in optimizer.optimizer.state.values() if "step" in state]
+    for state in with_step:
+        del state["step"]
+    optimizer.load_parameter_state_from_fully_reshardable(saved["param_state"])
+    for state in with_step:
+        state["step"] = torch.tensor(float(iteration))

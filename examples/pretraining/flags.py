@@ -61,6 +61,9 @@ def read_config(name: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
             values[flag] = convert(str(value)) if convert and value is not None else value
         except (ValueError, argparse.ArgumentTypeError) as error:
             raise FlagError(f"{path}: {flag} is {value!r}: {error}") from error
+        choices = actions[flag].choices
+        if choices is not None and value is not None and values[flag] not in choices:
+            raise FlagError(f"{path}: {flag} is {value!r}; choose one of {list(choices)}")
     return values
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +35,6 @@ def transformer_config(args: argparse.Namespace) -> Any:
             "ffn_hidden_size",
             "num_attention_heads",
             "init_method_std",
-            "mtp_num_layers",
             "mtp_loss_scaling_factor",
             "moe_layer_freq",
             "moe_ffn_hidden_size",
@@ -62,6 +63,7 @@ def transformer_config(args: argparse.Namespace) -> Any:
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     options.update(
         num_moe_experts=args.num_experts,
+        mtp_num_layers=args.mtp_num_layers or None,
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=fused,
         params_dtype=dtype,
@@ -82,10 +84,12 @@ def transformer_config(args: argparse.Namespace) -> Any:
         persist_layer_norm=False,
     )
     if args.external_cuda_graph:
+        fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+        scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"
         options.update(
             cuda_graph_impl="transformer_engine",
-            cuda_graph_scope=[] if args.cuda_graph_scope == "full" else args.cuda_graph_scope,
             cuda_graph_warmup_steps=args.cuda_graph_warmup_steps,
+            **{scope: [] if args.cuda_graph_scope == "full" else args.cuda_graph_scope.split(",")},
         )
     if not args.multi_latent_attention:
         return TransformerConfig(**options)
@@ -108,8 +112,13 @@ def transformer_config(args: argparse.Namespace) -> Any:
     return MLATransformerConfig(**options)
 
 
-def build_chunks(args: argparse.Namespace, config: Any) -> list[nn.Module]:
-    """Return this rank's model chunks, in the run's precision."""
+def build_chunks(
+    args: argparse.Namespace, config: Any, change_spec: Callable[[Any], Any] = lambda spec: spec
+) -> list[nn.Module]:
+    """Return this rank's model chunks, in the run's precision.
+
+    ``change_spec`` is given the decoder's block spec before it is built.
+    """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -122,8 +131,10 @@ def build_chunks(args: argparse.Namespace, config: Any) -> list[nn.Module]:
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=fused, normalization=config.normalization
     )
+    spec = change_spec(spec)
     if not fused:
-        spec = with_causal_attention(spec)
+        one_step = args.multi_latent_attention and args.q_lora_rank is None
+        spec = with_causal_attention(spec, one_step_queries=one_step)
     mtp_spec = (
         get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused)
         if args.mtp_num_layers

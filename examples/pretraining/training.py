@@ -18,75 +18,84 @@ import profiling
 from examples.pretraining import model
 from examples.pretraining.data import batches
 from examples.pretraining.engines import MegatronEngine, NativeEngine
-from examples.pretraining.geometry import flops_per_token
+from examples.pretraining.flags import FlagError
+from examples.pretraining.shapes import flops_per_token
 
 
 def train(args: argparse.Namespace) -> list[dict[str, float]]:
     """Train on this rank; the default process group and Megatron's are set up.
 
-    Returns one record per step: loss, grad_norm, tokens_per_s, tflops, exposed_ms.
+    Returns one record per step: loss, grad_norm, ms, tokens_per_s, tflops, exposed_ms.
     """
     from megatron.core import parallel_state
 
-    rank, ranks = (
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    rank = parallel_state.get_data_parallel_rank()
+    ranks = parallel_state.get_data_parallel_world_size()
     per_microbatch = args.micro_batch_size * ranks
     if args.global_batch_size % per_microbatch:
-        raise ValueError(
+        raise FlagError(
             f"global_batch_size {args.global_batch_size} does not divide by micro_batch_size "
-            f"{args.micro_batch_size} times the data-parallel size {ranks}"
+            f"{args.micro_batch_size} x data-parallel size {ranks}"
         )
     microbatches = args.global_batch_size // per_microbatch
-    device = torch.device(torch.cuda.current_device() if args.device == "cuda" else "cpu")
+    on_gpu = args.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     speaks = dist.get_rank() == dist.get_world_size() - 1  # it holds the loss
 
     config = model.transformer_config(args)
+    engine = _build(args, config, speaks)
+    first = engine.load(Path(args.load)) if args.load else 0
+    data = batches(args, rank, ranks, device)
+    for _ in range(first * microbatches):  # where the loaded run left off
+        next(data)
+    records = []
+    graphs = _CudaGraphs(args, config, engine)
+    with _recording(args, engine) as recorder:
+        for iteration in range(first, args.train_iters):
+            _set_rates(engine.optimizer, args, iteration)
+            graphs.capture_when_due(iteration - first)
+            start = time.perf_counter()
+            loss, norm = engine.train_step(data, microbatches)
+            seconds = time.perf_counter() - start
+            records.append(_record(args, loss, norm, seconds, engine.take_waited_ms(), device))
+            if recorder is not None:
+                recorder.step()
+            if speaks:
+                _say(iteration + 1, args, records[-1])
+            if _saves_after(args, iteration + 1):
+                engine.save(Path(args.save), iteration + 1)
+    return records
+
+
+def _build(args: argparse.Namespace, config: Any, speaks: bool) -> Any:
+    """The model, with our layer if the five conditions hold, in the engine."""
     decision = megamoe.megatron.enable(args)
-    if speaks:
-        print(decision, flush=True)
     try:
         chunks = model.build_chunks(args, config)
     finally:
         megamoe.megatron.disable()
     engine = (MegatronEngine if args.engine == "megatron" else NativeEngine)(args, config, chunks)
     if speaks:
-        print(engine.plan(), flush=True)
-    first = engine.load(Path(args.load)) if args.load else 0
-    data = batches(args, rank, ranks, device)
-    for _ in range(first * microbatches):  # where the loaded run left off
-        next(data)
+        print(f"{decision}\n{engine.plan()}", flush=True)
+    return engine
 
-    recording: Any = nullcontext()
-    if args.profile:
-        recording = profiling.record(
-            args.profile,
-            wait=max(args.profile_start - 1, 0),
-            warmup=min(args.profile_start, 1),
-            active=args.profile_steps,
-            settle=engine.settle,
-        )
-    records = []
-    graphs = _CudaGraphs(args, config, engine)
-    with recording as recorder:
-        for iteration in range(first, args.train_iters):
-            _set_rates(engine.optimizer, args, iteration)
-            graphs.capture_when_due(iteration - first)
-            start = time.perf_counter()
-            loss, norm = engine.train_step(data, microbatches)
-            if recorder is not None:
-                recorder.step()
-            seconds = time.perf_counter() - start
-            records.append(_record(args, loss, norm, seconds, engine.take_waited_ms(), device))
-            if speaks:
-                _say(iteration + 1, args, records[-1])
-            done = iteration + 1
-            if args.save and (
-                done == args.train_iters or (args.save_interval and done % args.save_interval == 0)
-            ):
-                engine.save(Path(args.save), done)
-    return records
+
+def _recording(args: argparse.Namespace, engine: Any) -> Any:
+    if not args.profile:
+        return nullcontext()
+    return profiling.record(
+        args.profile,
+        wait=max(args.profile_start - 1, 0),
+        warmup=min(args.profile_start, 1),
+        active=args.profile_steps,
+        settle=engine.settle,
+    )
+
+
+def _saves_after(args: argparse.Namespace, steps: int) -> bool:
+    if not args.save:
+        return False
+    return steps == args.train_iters or bool(args.save_interval and steps % args.save_interval == 0)
 
 
 def _record(
@@ -173,8 +182,15 @@ def initialize(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    for name, by_slurm in (
+        ("RANK", "SLURM_PROCID"),
+        ("WORLD_SIZE", "SLURM_NTASKS"),
+        ("LOCAL_RANK", "SLURM_LOCALID"),
+    ):
+        if by_slurm in os.environ:  # where srun launches, not torchrun
+            os.environ.setdefault(name, os.environ[by_slurm])
     if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0))))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

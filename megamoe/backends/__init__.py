@@ -2,7 +2,9 @@
 
 A backend is a module that offers the four functions of `Backend`. They hold no autograd, no
 nn.Module and no validation; `megamoe.functions` differentiates them, `megamoe.stages` checks
-their inputs. A module is imported when it is first asked for.
+their inputs. One that stands on foreign autograd nodes offers those of `OwnNodes` instead. A module
+is imported when it is first asked for, and its ``load`` called where it has one: it raises
+BackendUnavailableError if what the backend stands on is missing.
 """
 
 from __future__ import annotations
@@ -23,9 +25,12 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "Group",
+    "OwnNodes",
     "check_backend",
+    "check_layer",
     "get_backend",
     "get_fused_router",
+    "own_nodes",
     "select_backend",
     "sm_budget_adder",
 ]
@@ -37,6 +42,7 @@ AUTO = "auto"
 BACKENDS = {
     "reference": "megamoe.backends.reference",
     "triton": "megamoe.backends.triton",
+    "primus_turbo": "megamoe.backends.primus_turbo",
 }
 
 
@@ -100,6 +106,43 @@ class Backend(Protocol):
         """Return (dx, grad topk_weights, dW1)."""
 
 
+class OwnNodes(Protocol):
+    """A backend whose stages are autograd nodes already, with profiler ranges of their own."""
+
+    def check_stage1(self, x: Tensor, topk_idx: Tensor, w1: Tensor, group: Group) -> None:
+        """Raise a MegaMoEError for what this backend cannot take."""
+
+    def stage1(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, w1: Tensor, group: Group
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return (l1_out, dispatch_weights, handle)."""
+
+    def stage2(
+        self,
+        l1_out: Tensor,
+        dispatch_weights: Tensor,
+        handle: tuple[Tensor, ...],
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w2: Tensor,
+        clamp: float | None,
+        group: Group,
+    ) -> Tensor:
+        """Return y."""
+
+    def fused(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        clamp: float | None,
+        group: Group,
+    ) -> Tensor:
+        """Return the y of a single node."""
+
+
 _loaded: dict[str, Backend] = {}
 _announced: set[str] = set()
 _log = logging.getLogger("megamoe")
@@ -115,6 +158,22 @@ def check_backend(name: str) -> None:
         _triton_or_reason()
     else:
         get_backend(name)
+
+
+def check_layer(name: str, hidden: int, ranks: int, clamp: float | None) -> None:
+    """Raise BackendUnavailableError if no input would make the named backend run such a layer.
+
+    Args:
+        ranks: Of the expert-parallel group.
+        clamp: SwiGLU's, see `megamoe.stages.mega_moe_stage2`.
+    """
+    if name != AUTO and (check := getattr(get_backend(name), "check_layer", None)):
+        check(hidden, ranks, clamp)
+
+
+def own_nodes(backend: Backend) -> OwnNodes | None:
+    """Return the backend if its stages are autograd nodes already."""
+    return cast(OwnNodes, backend) if hasattr(backend, "stage1") else None
 
 
 def get_backend(name: str) -> Backend:
@@ -134,6 +193,7 @@ def get_backend(name: str) -> Backend:
             raise BackendUnavailableError(
                 f"backend {name!r} cannot be imported ({error}); 'triton' needs Triton 3.4 or later"
             ) from error
+        getattr(module, "load", _nothing)()
         _loaded[name] = cast(Backend, module)
     return _loaded[name]
 
@@ -163,14 +223,18 @@ def get_fused_router(
     It takes (logits, config, balance) and returns None for logits that it cannot take; otherwise
     (ids [T, K], weights [T, K], score sums [E], tokens [E]), the last two over all tokens.
     """
-    found = _triton_or_reason() if name in (AUTO, "triton") else ""
-    return None if isinstance(found, str) else found.fused_router
+    found = _triton_or_reason() if name == AUTO else get_backend(name)
+    return getattr(found, "fused_router", None)
 
 
 def sm_budget_adder(name: str) -> Callable[[Callable[[], int]], Callable[[], None]]:
     """Return what registers an SM budget with the backend and returns how to take it back."""
     found = _triton_or_reason() if name in (AUTO, "triton") else ""
     return (lambda budget: lambda: None) if isinstance(found, str) else found.add_sm_budget
+
+
+def _nothing() -> None:
+    pass
 
 
 def _triton_or_reason() -> Any:

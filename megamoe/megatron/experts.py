@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )
-from torch import Tensor
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from torch import Tensor, nn
 
 from megamoe.errors import UnsupportedFeatureError
 from megamoe.experts import MegaMoEExperts
@@ -22,6 +24,7 @@ __all__ = ["MegatronExperts"]
 InitMethod = Callable[[Tensor], Any]
 
 _CHECKPOINT_NAMES = {"fc1_weight": "linear_fc1", "fc2_weight": "linear_fc2"}
+_EXTRA_STATE = re.compile(r"experts\.expert\d+\.linear_fc[12]\._extra_state\Z")
 
 
 class MegatronExperts(MegaMoEExperts):
@@ -45,6 +48,7 @@ class MegatronExperts(MegaMoEExperts):
             device="meta",  # nothing is drawn there: Megatron's initialisation follows
         )
         self._edp_group = pg_collection.expt_dp
+        self.register_load_state_dict_post_hook(_drop_extra_states)
         if not getattr(config, "init_model_with_meta_device", False):
             on_cpu = config.use_cpu_initialization
             self.to_empty(device="cpu" if on_cpu else torch.cuda.current_device())
@@ -79,7 +83,7 @@ class MegatronExperts(MegaMoEExperts):
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, ShardedTensor]:
+    ) -> dict[str, Any]:
         """Describe both weights as parts of [E, 2I, H] and [E, H, I] tensors of all experts.
 
         Under the keys and shapes of Megatron's own experts: a checkpoint of either layer loads into
@@ -93,16 +97,32 @@ class MegatronExperts(MegaMoEExperts):
                 "without it"
             )
         axis = len(sharded_offsets)
-        ranks = self.num_experts // self.fc1_weight.weight.shape[0]
-        rank = self.first_expert * ranks // self.num_experts
-        return {
-            f"{prefix}{name}.weight": ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.{_CHECKPOINT_NAMES[name]}.weight",
+        local = self.fc1_weight.weight.shape[0]
+        replica = (0, 0, self._edp_group.rank())
+        found: dict[str, Any] = {}
+        for name, theirs in _CHECKPOINT_NAMES.items():
+            key = f"{prefix}experts.{theirs}"
+            found[f"{prefix}{name}.weight"] = ShardedTensor.from_rank_offsets(
+                f"{key}.weight",
                 getattr(self, name).weight,
                 *sharded_offsets,
-                (axis, rank, ranks),
-                replica_id=(0, 0, self._edp_group.rank()),
+                (axis, self.first_expert // local, self.num_experts // local),
+                replica_id=replica,
                 prepend_axis_num=axis,
             )
-            for name in _CHECKPOINT_NAMES
-        }
+            # Megatron's linear layers ask for an extra state, which is empty outside fp8.
+            for expert in range(self.first_expert, self.first_expert + local):
+                offsets = (*sharded_offsets, (axis, expert, self.num_experts))
+                found[f"{prefix}expert{expert}.{theirs}._extra_state"] = (
+                    make_sharded_object_for_checkpoint(
+                        None, f"{key}._extra_state", offsets, replica
+                    )
+                )
+        return found
+
+
+def _drop_extra_states(_: nn.Module, incompatible: Any) -> None:
+    """Let a loaded state hold the extra states that only checkpoints know of."""
+    incompatible.unexpected_keys[:] = [
+        key for key in incompatible.unexpected_keys if not _EXTRA_STATE.search(key)
+    ]

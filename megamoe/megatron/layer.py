@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megamoe.backends import get_backend, select_backend
+from megamoe.checks import spread
 from megamoe.errors import ConfigError, UnsupportedFeatureError
 from megamoe.megatron.compat import mtp_flag
 from megamoe.megatron.experts import MegatronExperts
@@ -133,10 +135,21 @@ class MegaMoEMegatronLayer(BaseMoELayer):
         shared = self._shared(hidden_states)
         weights, topk_idx = self._choose(hidden_states, padding_mask)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._require_capturable(tokens)
         if tokens.dtype != torch.float64:
             weights = weights.float()  # the stages weigh in fp32, whatever the router computes in
         output = self.experts(tokens, topk_idx, weights).view_as(hidden_states)
         return output if shared is None else output + shared
+
+    def _require_capturable(self, tokens: Tensor) -> None:
+        ffn, group = self.config.moe_ffn_hidden_size, spread(self.ep_group)
+        backend = select_backend(self.options.backend, tokens, tokens.shape[1], ffn, group)
+        if backend is get_backend("reference"):
+            raise UnsupportedFeatureError(
+                "backend 'reference' waits for the device in every forward and cannot be captured "
+                "in a CUDA graph: use backend 'triton'"
+            )
 
     def _choose(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (weights [T, K], ids [T, K] int64)."""

@@ -73,7 +73,9 @@ class Explanation:
                 f"{'s' * (count > 1)}, {'edp' if bucket.expert else 'dp'} x{bucket.group_size}"
             )
         lines += [f"  PROBLEM {finding}" for finding in self.findings]
-        if self.hides:
+        if not any(bucket.weight_modules for bucket in self.chunk.buckets):
+            lines.append("  it has no split MoE layer, and nothing that could hide")
+        elif self.hides:
             lines.append("  every expert weight's collectives can hide")
         lines.append(
             "  the first iteration reduces nothing early (Megatron-core counts gradients in it): "
@@ -88,13 +90,20 @@ def diagnose(chunk: Chunk) -> tuple[Finding, ...]:
 
 
 def _findings(chunk: Chunk) -> Iterator[Finding]:
-    with_weights = [bucket for bucket in chunk.buckets if bucket.weight_modules]
-    if not with_weights:
+    unsplit = [
+        parameter.name
+        for bucket in chunk.buckets
+        for parameter in bucket.parameters
+        if _is_experts(parameter) and parameter.weight_module is None
+    ]
+    if unsplit:
         yield Finding(
             Reason.NOT_SPLIT,
-            "the model has no MoE layer with a weight module per expert weight: call "
-            "megamoe.megatron.enable before its specs are built",
+            f"{unsplit[-1]} and {len(unsplit) - 1} more belong to MoE layers that take all weights "
+            "at once: call megamoe.megatron.enable before the specs are built",
         )
+    with_weights = [bucket for bucket in chunk.buckets if bucket.weight_modules]
+    if not with_weights:
         return
     if not (chunk.overlap_param_gather and chunk.distributed_optimizer):
         yield Finding(
@@ -119,6 +128,10 @@ def _findings(chunk: Chunk) -> Iterator[Finding]:
             "a smaller expert-parallel size",
         )
     yield from _order(chunk, with_weights)
+
+
+def _is_experts(parameter: Parameter) -> bool:
+    return parameter.expert or ".experts." in parameter.name  # not so marked at EP 1
 
 
 def _shared(chunk: Chunk, buckets: list[MegatronBucket]) -> Iterator[Finding]:
@@ -238,7 +251,8 @@ def _parameters(module: nn.Module) -> dict[nn.Parameter, Parameter]:
         for name, param in child.named_parameters(recurse=False):
             if param not in found:
                 full = f"{path}.{name}" if path else name
-                found[param] = Parameter(full, param.numel(), is_expert(param), weight)
+                shared = bool(getattr(param, "shared_embedding", False))
+                found[param] = Parameter(full, param.numel(), is_expert(param), weight, shared)
     return found
 
 

@@ -27,12 +27,14 @@ class Parameter:
         name: Its path in the model.
         expert: It belongs to the expert-data-parallel group (Megatron's ``allreduce`` is False).
         weight_module: Path of the expert weight module that owns it, or None.
+        shared_embedding: Megatron has marked it: two pipeline stages hold it.
     """
 
     name: str
     numel: int
     expert: bool = False
     weight_module: str | None = None
+    shared_embedding: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def _packs(
     packs: list[list[Parameter]] = []
     open_pack: list[Parameter] = []
     for parameter in reversed(parameters):
-        alone = own_buckets and parameter.weight_module is not None
+        alone = parameter.shared_embedding or (own_buckets and parameter.weight_module is not None)
         if alone and open_pack:
             packs.append(open_pack)
             open_pack = []

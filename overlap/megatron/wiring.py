@@ -47,6 +47,7 @@ def wrap(
     pg_collection: Any = None,
     own_buckets: bool = True,
     strict: bool = False,
+    measure_waits: bool = False,
 ) -> list[Any]:
     """Wrap this rank's model chunks in Megatron-core's DDP, so that their collectives hide.
 
@@ -63,6 +64,7 @@ def wrap(
         own_buckets: False leaves Megatron's layout as it is, to compare with.
         strict: Raise where a collective could not hide, also after the first forward if that used
             the weights in another order than their gathers'.
+        measure_waits: Let `take_waited_ms` tell how long compute stood still.
 
     Raises:
         WrapError: A chunk is wrapped already.
@@ -84,7 +86,7 @@ def wrap(
                 disable_bucketing=False,
                 **extra,
             )
-        _wire(ddp, strict)
+        _wire(ddp, strict, measure_waits)
         wrapped.append(ddp)
     if strict:
         _raise_lost(wrapped)
@@ -102,7 +104,11 @@ def finish_in_flight(model_chunks: Iterable[Any]) -> None:
 
 def take_waited_ms(model_chunks: Iterable[Any]) -> float:
     """Return how many milliseconds this rank's compute stood still for the collectives of wrapped
-    chunks since the last call (on a GPU the host waits for the figure)."""
+    chunks since the last call (on a GPU the host waits for the figure).
+
+    Raises:
+        RuntimeError: They were wrapped without measure_waits.
+    """
     return sum(float(ddp.wait_clock.take_ms()) for ddp in model_chunks)
 
 
@@ -124,11 +130,11 @@ def _own_buckets(chunk: nn.Module | None) -> Iterator[None]:
             delattr(param, _MARK)  # it means something else to the optimizer
 
 
-def _wire(ddp: Any, strict: bool) -> None:
+def _wire(ddp: Any, strict: bool, measure_waits: bool) -> None:
     for module, path in module_paths(ddp.module).items():
         if hasattr(module, "range_name"):
             setattr(module, "range_name", path)  # noqa: B010 - torch declares no such attribute
-    ddp.wait_clock = WaitClock(next(ddp.module.parameters()).device, enabled=True)
+    ddp.wait_clock = WaitClock(next(ddp.module.parameters()).device, enabled=measure_waits)
     for group, buckets in buckets_of_groups(ddp).items():
         _annotate(group, ",".join(bucket.name for bucket in buckets), ddp.wait_clock)
     ddp.module.register_forward_pre_hook(lambda *_: _start_gathers(ddp), prepend=True)

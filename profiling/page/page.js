@@ -336,6 +336,8 @@ function show(from, to) {
   const length = Math.min(data.length, Math.max(SHORTEST, to - from));
   view.from = Math.max(0, Math.min(from, data.length - length));
   view.to = view.from + length;
+  hovered = null; // what was under the pointer has moved
+  tip.hidden = true;
   draw();
 }
 function zoom(factor, at = (view.from + view.to) / 2) {
