@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megamoe import backends
-from megamoe.backends.primus_turbo import limits, package, router
+from megamoe.backends.primus_turbo import limits, package, router, stages
+from megamoe.backends.primus_turbo.buffer import SharedBuffer
 
 CLAMP = 10.0
 TILE = 256  # rows of an expert are padded to it
@@ -349,6 +350,7 @@ def installed(*, without: tuple[str, ...] = (), device: bool = True) -> Iterator
         stack.callback(package.operations.cache_clear)
         package.operations.cache_clear()
         _current = None
+        stack.enter_context(mock.patch.object(stages, "SHARED", SharedBuffer()))
         if device:
             for module in (limits, router):
                 patch = mock.patch.object(module, "device_problem", return_value=None)
