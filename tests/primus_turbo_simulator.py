@@ -341,11 +341,12 @@ def installed(*, without: tuple[str, ...] = (), device: bool = True) -> Iterator
     fake = {module.__name__: module for module in (moe, ops, info)}
     for name in ("primus_turbo", "primus_turbo.pytorch", "primus_turbo.pytorch.ops.moe"):
         fake[name] = _module(name)
-    with (
-        mock.patch.dict(sys.modules, fake),
-        mock.patch.dict(backends._loaded),
-        ExitStack() as stack,
-    ):
+    assert not fake.keys() & sys.modules.keys()
+    with mock.patch.dict(backends._loaded), ExitStack() as stack:
+        # Not patch.dict: it would also forget what is imported in between.
+        sys.modules.update(fake)
+        for name in fake:
+            stack.callback(sys.modules.pop, name)
         backends._loaded.pop("primus_turbo", None)
         stack.callback(package.operations.cache_clear)
         package.operations.cache_clear()
