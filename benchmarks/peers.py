@@ -13,9 +13,11 @@ Each peer's tile candidates are its own. Liger's 200 take minutes for a shape, s
 autotuner measures the 28 that `LIGER` names; `--all-candidates` leaves it alone. What the peers
 compile is compiled beforehand, in processes.
 
-Printed per variant: medians in ms over rounds in which all take turns in shuffled order, the ratio
-to ours, and the relative error of y and every gradient against the reference backend, so that equal
-work is compared. A peer's own sorting of the ids counts.
+Printed per variant: the relative error of y and every gradient against the reference backend, so
+that equal work is compared; then medians in ms over rounds in which all take turns in shuffled
+order, and the ratio to ours. Measured are the forward, its graph recorded, and forward + backward,
+every call with a graph of its own (ScatterMoE's backward overwrites what it saved); `backward` is
+the difference. A peer's own sorting of the ids counts. A layer that raises is named and left out.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ from torch import Tensor
 from benchmarks.stages import NAMES, SHAPES, Inputs, Shape, in_turn
 
 Layer = Callable[[Inputs], Tensor]  # inputs -> y
+Result = TypeVar("Result")
 
 # Of Liger's own candidates, by kernel: the values of each option that are measured.
 LIGER: dict[str, dict[str, tuple[int, ...]]] = {
@@ -138,66 +141,63 @@ def both(layer: Layer, inputs: Inputs) -> tuple[Tensor, ...]:
     return y, *torch.autograd.grad(y, inputs.leaves, inputs.dy)
 
 
-def able(layers: dict[str, Layer], inputs: Inputs) -> dict[str, Layer]:
-    """Return the layers that can do this shape; say of each other one why it cannot."""
-    found: dict[str, Layer] = {}
-    for name, layer in layers.items():
-        try:
-            both(layer, inputs)
-        except Exception as error:  # whatever a peer raises
-            print(f"  {name}: cannot: {error!r}")
-        else:
-            found[name] = layer
-    return found
+def attempt(layers: dict[str, Layer], name: str, work: Callable[[Layer], Result]) -> Result | None:
+    """Return what ``work`` makes of a layer; one that raises is named and taken out."""
+    if name not in layers:
+        return None
+    try:
+        return work(layers[name])
+    except Exception as error:  # whatever a peer raises
+        print(f"  {name}: cannot: {error!r}", flush=True)
+        del layers[name]
+        return None
 
 
 def relative_errors(layers: dict[str, Layer], inputs: Inputs) -> dict[str, list[float]]:
-    """Relative error of y and every gradient against the reference backend, per variant."""
+    """Relative error of y and every gradient against the reference backend, per variant.
+
+    A layer that fails is taken out of ``layers``.
+    """
     exact = [tensor.detach().double() for tensor in both(layers["reference"], inputs)]
-    return {
-        name: [
+
+    def against_exact(layer: Layer) -> list[float]:
+        return [
             float((got.detach().double() - want).norm() / want.norm())
             for got, want in zip(both(layer, inputs), exact, strict=True)
         ]
-        for name, layer in layers.items()
-        if name != "reference"
+
+    found = {
+        name: attempt(layers, name, against_exact) for name in list(layers) if name != "reference"
     }
+    return {name: errors for name, errors in found.items() if errors is not None}
 
 
-def times(layers: dict[str, Layer], inputs: Inputs, rounds: int) -> dict[str, float]:
-    variants: dict[str, Callable[[], object]] = {}
-    for name, layer in layers.items():
-        y = layer(inputs)
-
-        def forward(layer: Layer = layer) -> None:
-            with torch.no_grad():
-                layer(inputs)
-
-        # ScatterMoE's overwrites what it saved, so that repeats give other numbers: same work.
-        def backward(y: Tensor = y) -> None:
-            torch.autograd.grad(y, inputs.leaves, inputs.dy, retain_graph=True)
-
-        variants[f"{name} forward"] = forward
-        variants[f"{name} backward"] = backward
-    return in_turn(variants, rounds)
+def times(layers: dict[str, Layer], inputs: Inputs, rounds: int) -> dict[str, tuple[float, float]]:
+    """Median ms of forward and of forward + backward; a layer that fails is taken out."""
+    runs: dict[str, Callable[[], object]] = {}
+    for name in layers:
+        runs[f"{name} forward"] = partial(attempt, layers, name, lambda layer: layer(inputs))
+        runs[f"{name} both"] = partial(attempt, layers, name, lambda layer: both(layer, inputs))
+    ms = in_turn(runs, rounds)
+    return {name: (ms[f"{name} forward"], ms[f"{name} both"]) for name in layers}
 
 
 def report(layers: dict[str, Layer], inputs: Inputs, rounds: int) -> None:
+    layers = dict(layers)
     errors = relative_errors(layers, inputs)
+    print(f"  {'error':12}" + "".join(f"{n:>16}" for n in NAMES))
+    for name, values in errors.items():
+        print(f"  {name:12}" + "".join(f"{value:16.1e}" for value in values), flush=True)
     torch.cuda.empty_cache()
     ms = times(layers, inputs, rounds)
     columns = ("forward", "backward", "both", "fwd/ours", "bwd/ours", "both/ours")
     print(f"  {'ms':12}" + "".join(f"{c:>10}" for c in columns))
-    ours = [ms["triton forward"], ms["triton backward"]]
-    for name in layers:
-        parts = [ms[f"{name} forward"], ms[f"{name} backward"]]
-        figures = [*parts, sum(parts)]
-        ratios = [figure / own for figure, own in zip(figures, [*ours, sum(ours)], strict=True)]
-        row = "".join(f"{f:10.3f}" for f in figures) + "".join(f"{r:10.2f}" for r in ratios)
-        print(f"  {name:12}{row}")
-    print(f"  {'error':12}" + "".join(f"{n:>16}" for n in NAMES))
-    for name, values in errors.items():
-        print(f"  {name:12}" + "".join(f"{value:16.1e}" for value in values), flush=True)
+    parts = {name: (fwd, total - fwd, total) for name, (fwd, total) in ms.items()}
+    for name, figures in parts.items():
+        row = "".join(f"{figure:10.3f}" for figure in figures)
+        if ours := parts.get("triton"):
+            row += "".join(f"{f / own:10.2f}" for f, own in zip(figures, ours, strict=True))
+        print(f"  {name:12}{row}", flush=True)
 
 
 def main() -> None:
@@ -229,7 +229,7 @@ def main() -> None:
     for name in args.shapes:
         print(f"\n{name}: {SHAPES[name]}", flush=True)
         inputs = Inputs(SHAPES[name])
-        report(able(layers, inputs), inputs, args.rounds)
+        report(layers, inputs, args.rounds)
 
 
 if __name__ == "__main__":

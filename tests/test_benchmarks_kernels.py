@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -65,18 +67,82 @@ def test_an_absent_peer_is_named(
     assert "scattermoe: absent" in said
 
 
-def test_a_layer_that_cannot_is_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(inputs: Inputs) -> Tensor:
-        raise RuntimeError("too large")
+def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Every run in its turns, as on a GPU; the times are made up: 1, 2, 3 ms ..."""
+    for _ in range(rounds + 1):
+        for run in runs.values():
+            run()
+    return {name: 1.0 + index for index, name in enumerate(runs)}
 
-    inputs = Inputs(SHAPE, DEVICE, DTYPE)
 
+def test_a_layer_that_fails_is_named_and_the_others_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def reference(inputs: Inputs) -> Tensor:
         return inputs.forward("reference")
 
-    found = peers.able({"reference": reference, "broken": fails}, inputs)
-    assert list(found) == ["reference"]
-    assert "broken: cannot" in capsys.readouterr().out
+    def fails_at_once(inputs: Inputs) -> Tensor:
+        raise RuntimeError("too large")
+
+    calls = 0
+    broken: list[Tensor] = []
+
+    def overwritten(dy: Tensor) -> None:
+        broken.append(dy)
+        raise RuntimeError("saved tensor changed")
+
+    def fails_in_backward_later(inputs: Inputs) -> Tensor:
+        nonlocal calls
+        calls += 1
+        y = reference(inputs)
+        if calls > 2:
+            y.register_hook(overwritten)
+        return y
+
+    layers = {
+        "triton": reference,
+        "broken": fails_at_once,
+        "later": fails_in_backward_later,
+        "reference": reference,
+    }
+    monkeypatch.setattr(peers, "in_turn", in_turn)
+    peers.report(layers, Inputs(SHAPE, DEVICE, DTYPE), rounds=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "  broken: cannot: RuntimeError('too large')"
+    errors, later, *rows = (line.split() for line in lines[3:])
+    assert errors[0] == "later"  # its errors were printed before it failed
+    assert later[:3] == ["later:", "cannot:", "RuntimeError('saved"]
+    assert len(broken) == 1  # not called again
+    assert [row[0] for row in rows] == ["ms", "triton", "reference"]
+    # Forward 1 and forward + backward 2; the reference's are 5 and 6, after the failed one's.
+    assert [float(cell) for cell in rows[1][1:]] == [1, 1, 2, 1, 1, 1]
+    assert [float(cell) for cell in rows[2][1:]] == [5, 1, 6, 5, 1, 3]
+    assert len(layers) == 4  # the next shape's begin anew
+
+
+def test_a_backward_that_overwrites_what_it_saved_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Overwrites(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            ctx.save_for_backward(kept := torch.ones_like(y))
+            return y * kept
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            (kept,) = ctx.saved_tensors
+            return kept.mul_(dy)
+
+    layers: dict[str, peers.Layer] = {
+        "reference": lambda inputs: inputs.forward("reference"),
+        "overwrites": lambda inputs: Overwrites.apply(inputs.forward("reference")),
+    }
+    monkeypatch.setattr(peers, "in_turn", in_turn)
+    peers.report(layers, Inputs(SHAPE, DEVICE, DTYPE), rounds=3)
+    said = capsys.readouterr().out
+    assert "cannot" not in said
+    assert said.count("  overwrites") == 2
 
 
 def test_errors_tell_a_right_layer_from_a_wrong_one() -> None:
