@@ -319,3 +319,15 @@ def test_a_comma_in_a_kernels_name_shares_no_bucket(tmp_path, names):
         one.kind for row in profiling.check(tmp_path, rules=[rule]).rows for one in row.findings
     }
     assert (FindingKind.SHARED_BUCKET in kinds) == (names != NAME)
+
+
+@pytest.mark.parametrize(("correlation", "known"), [(None, True), (0, False)])
+def test_a_correlation_of_0_links_nothing(tmp_path, correlation, known):
+    # Were all launches and kernels linked by it, the gather would be under its own stage.
+    trace = run(gather=(1200, 1700), other=("stage2", 1150, 1800))
+    for event in trace.events:
+        if correlation is not None and "correlation" in event["args"]:
+            event["args"]["correlation"] = correlation
+    trace.write(tmp_path)
+    row = profiling.check(tmp_path).rows[0]
+    assert row.verdict is (Verdict.FAIL if known else Verdict.INCONCLUSIVE)
