@@ -331,3 +331,21 @@ def test_a_correlation_of_0_links_nothing(tmp_path, correlation, known):
     trace.write(tmp_path)
     row = profiling.check(tmp_path).rows[0]
     assert row.verdict is (Verdict.FAIL if known else Verdict.INCONCLUSIVE)
+
+
+@pytest.mark.parametrize(("stream", "known"), [(7, True), (8, False)], ids=["ordered", "open"])
+def test_what_may_be_two_stages_is_neithers(tmp_path, stream, known):
+    # The gather is under stage 2, whose kernel shares a correlation with stage 1's.
+    trace = run(gather=(1200, 1700), other=("stage2", 1150, 1800))
+    launches = [event for event in trace.events if event["cat"] == "cuda_runtime"]
+    kernels = [event for event in trace.events if event["cat"] == "kernel"]
+    for launch, kernel in zip(launches, kernels, strict=True):
+        if kernel["name"].startswith("gemm"):
+            number = 100 + int(launch["ts"] - 1e6) // 2000
+            launch["args"]["correlation"] = kernel["args"]["correlation"] = number
+            launch["name"] = "hipLaunchKernel"
+        if kernel["name"] == "gemm2":
+            kernel["tid"] = kernel["args"]["stream"] = stream
+    trace.write(tmp_path)
+    row = profiling.check(tmp_path).rows[0]
+    assert row.verdict is (Verdict.FAIL if known else Verdict.INCONCLUSIVE)
