@@ -1,22 +1,29 @@
 """Training steps with our Megatron layer beside Megatron-core's own, from the same weights.
 
-    python benchmarks/megatron_layer.py                     # one GPU, DeepSeek-V3 with 32 experts
+    python benchmarks/megatron_layer.py                     # one GPU, DeepSeek-V3 with 24 experts
     python benchmarks/megatron_layer.py --config tiny ...   # any flags of pretrain_megatron.py
 
-Forward, backward and optimizer step on one rank. MoELayer runs the best of its expert paths that is
+Forward, backward and optimizer step on one rank. Every variant has a process of its own, since
+Megatron's buffers and hooks outlive a model; the first one's weights reach the others in a file. A
+size that does not fit is refused beforehand. MoELayer runs the best of its expert paths that is
 installed; which one is printed. Afterwards one of our layers is captured in a CUDA graph.
+
+`--device cpu` runs the same code under the tests' shim: a test, whose times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import os
+import math
+import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,57 +35,131 @@ import torch.distributed as dist
 from examples.pretraining import flags, model
 from examples.pretraining.data import batches
 from examples.pretraining.engines import MegatronEngine
+from examples.pretraining.shapes import EMBEDDING, LOSS, MTP, stage_parameters
 
 DEFAULTS = (
     *("--config", "deepseek_v3", "--num_layers", "4", "--moe_layer_freq", "[0]+[1]*3"),
-    *("--mtp_num_layers", "0", "--num_experts", "32", "--moe_router_num_groups", "4"),
+    *("--mtp_num_layers", "0", "--num_experts", "24", "--moe_router_num_groups", "4"),
     *("--moe_router_group_topk", "2", "--vocab_size", "32768", "--global_batch_size", "1"),
     *("--train_iters", "8", "--mock_data"),
 )
 OURS = ("--enable_primus_turbo", "--use_turbo_mega_moe")
+VARIANTS: dict[str, tuple[str, ...]] = {  # the first is what the others are compared with
+    "MoELayer": (),
+    "ours, split": OURS,
+    "ours, unsplit": (*OURS, "--mega_moe_fused"),
+}
 WARMUP = 3  # steps that are not timed
+
+# Of a parameter, on one rank: bf16 weight, fp32 gradient and master, Adam's two moments, and the
+# roots of the second ones, which torch's AdamW has beside them for all parameters at once.
+BYTES = 2 + 4 + 4 + 2 * 4 + 4
+USABLE = 0.9  # of the free memory; the rest is for activations and what libraries take
 
 
 def main(argv: Sequence[str]) -> int:
-    args = flags.parse([*DEFAULTS, *argv])
-    initialize(args)
-    variants = {
-        "MoELayer": args,
-        "ours, split": flags.parse([*DEFAULTS, *OURS, *argv]),
-        "ours, unsplit": flags.parse([*DEFAULTS, *OURS, "--mega_moe_fused", *argv]),
-    }
-    print(describe(args))
-    weights: dict[str, torch.Tensor] = {}
-    rows = {name: run(own, weights) for name, own in variants.items()}
-    print(f"{'layer':<15} {'ms/step':>9} {'spread':>15} {'peak GiB':>9} {'last loss':>10}  experts")
-    for name, row in rows.items():
-        print(
-            f"{name:<15} {statistics.median(row['ms']):>9.1f} "
-            f"{min(row['ms']):>7.1f}-{max(row['ms']):<7.1f} {row['gib']:>9.2f} "
-            f"{row['losses'][-1]:>10.5f}  {row['path']}"
-        )
-    want = torch.tensor(rows["MoELayer"]["losses"])
-    for name in ("ours, split", "ours, unsplit"):
-        off = (torch.tensor(rows[name]["losses"]) / want - 1).abs().max()
-        print(f"{name}: losses differ from MoELayer's by at most {off:.1e} of their value")
-    print(captured(variants["ours, split"]))
-    return 0
+    variants = {name: flags.parse([*DEFAULTS, *own, *argv]) for name, own in VARIANTS.items()}
+    first, split = variants["MoELayer"], variants["ours, split"]
+    if first.train_iters <= WARMUP:
+        print(f"train_iters {first.train_iters} leaves no step to time: give more than {WARMUP}")
+        return 2
+    print(describe(first))
+    free = torch.cuda.mem_get_info()[0] if first.device == "cuda" else None
+    if free is not None and (refused := refusal(first, free)):
+        print(refused)
+        return 2
+    header = f"{'ms/step':>9} {'spread':>15} {'peak GiB':>9} {'last loss':>10} {'loss off':>9}"
+    print(f"{'layer':<15} {header}  experts", flush=True)
+    want, failed = None, False
+    with tempfile.TemporaryDirectory(prefix="megatron-layer-") as folder:
+        weights = Path(folder) / "weights.pt"
+        for name, args in variants.items():
+            try:
+                row = alone(partial(run, args, weights), args)
+            except Exception as error:  # of Megatron, of CUDA, or the death of the process
+                print(f"{name:<15} failed: {error!r}", flush=True)
+                failed = True
+                continue
+            if name == "MoELayer":
+                want = torch.tensor(row["losses"])
+            print(line(name, row, want), flush=True)
+        try:
+            print(alone(partial(captured, split), split))
+        except Exception as error:
+            print(f"CUDA graph of a layer: failed: {error!r}")
+            failed = True
+    return int(failed)
 
 
-def initialize(args: argparse.Namespace) -> None:
-    """One rank, its process groups and generators."""
+def line(name: str, row: dict[str, Any], want: torch.Tensor | None) -> str:
+    """A variant's row; `loss off` is the largest relative difference of a step's loss."""
+    off = "" if want is None else f"{(torch.tensor(row['losses']) / want - 1).abs().max():.1e}"
+    return (
+        f"{name:<15} {statistics.median(row['ms']):>9.1f} "
+        f"{min(row['ms']):>7.1f}-{max(row['ms']):<7.1f} {row['gib']:>9.2f} "
+        f"{row['losses'][-1]:>10.5f} {off:>9}  {row['path']}"
+    )
+
+
+def needed(args: argparse.Namespace) -> int:
+    """Bytes that a variant takes in its optimizer step, activations left out."""
+    parts = (EMBEDDING, LOSS, *((MTP,) if args.mtp_num_layers else ()))
+    parameters = stage_parameters(args, range(args.num_layers), parts)
+    return BYTES * sum(parameter.numel for parameter in parameters)
+
+
+def refusal(args: argparse.Namespace, free: int) -> str | None:
+    """Say that a variant does not fit into ``free`` bytes, and what would; None if it does."""
+    if needed(args) <= USABLE * free:
+        return None
+    told = (
+        f"num_experts {args.num_experts} needs {needed(args) / 2**30:.1f} GiB, and "
+        f"{USABLE:.0%} of the free {free / 2**30:.1f} GiB are {USABLE * free / 2**30:.1f}: "
+    )
+    groups = args.moe_router_num_groups or 1
+    chosen = args.moe_router_group_topk or groups
+    least = math.ceil(args.moe_router_topk / chosen) * groups  # choosable in the chosen groups
+    for experts in range(args.num_experts - groups, least - 1, -groups):
+        fewer = argparse.Namespace(**{**vars(args), "num_experts": experts})
+        if needed(fewer) <= USABLE * free:
+            return f"{told}at most {experts} experts fit"
+    return f"{told}no number of experts fits, take fewer layers"
+
+
+def alone(work: Callable[[], Any], args: argparse.Namespace) -> Any:
+    """Return what ``work`` returns in a process of its own, the only rank of its group."""
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(as_one_rank, work, args).result()
+
+
+def as_one_rank(work: Callable[[], Any], args: argparse.Namespace) -> Any:
+    if args.device == "cuda":
+        return _as_one_rank(work, args)
+    from tests import megatron_shim
+
+    with megatron_shim.on_cpu():
+        return _as_one_rank(work, args)
+
+
+def _as_one_rank(work: Callable[[], Any], args: argparse.Namespace) -> Any:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    if not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "29501")
-        backend = "nccl" if args.device == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=0, world_size=1)
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1)
-    torch.manual_seed(args.seed)
-    model_parallel_cuda_manual_seed(args.seed)
+    with tempfile.TemporaryDirectory() as meeting:
+        dist.init_process_group(
+            "nccl" if args.device == "cuda" else "gloo",
+            init_method=f"file://{meeting}/store",
+            rank=0,
+            world_size=1,
+        )
+        try:
+            parallel_state.initialize_model_parallel(expert_tensor_parallel_size=1)
+            torch.manual_seed(args.seed)
+            model_parallel_cuda_manual_seed(args.seed)
+            return work()
+        finally:
+            dist.destroy_process_group()
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -90,7 +171,9 @@ def describe(args: argparse.Namespace) -> str:
         f"{args.num_layers} layers ({args.moe_layer_freq}), hidden {args.hidden_size}, "
         f"{args.num_experts} experts of {args.moe_ffn_hidden_size}, top {args.moe_router_topk}, "
         f"{args.micro_batch_size} x {args.seq_length} tokens, {'bf16' if args.bf16 else 'fp32'}, "
-        f"{args.train_iters - WARMUP} timed steps"
+        f"{args.train_iters - WARMUP} timed steps\n"
+        f"a variant needs {needed(args) / 2**30:.1f} GiB, {BYTES} bytes per parameter, "
+        "and its activations"
     )
 
 
@@ -105,14 +188,10 @@ def enabled(args: argparse.Namespace) -> Iterator[None]:
         disable()
 
 
-def run(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Train; the first model's weights go into ``weights``, and from there into later ones."""
+def run(args: argparse.Namespace, weights: Path) -> dict[str, Any]:
+    """Train; the first model's weights go into the file ``weights``, from there into later ones."""
     on_gpu = args.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    gc.collect()  # the model before lives in cycles of hooks
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     config = model.transformer_config(args)
     with enabled(args):
         chunks = model.build_chunks(args, config)
@@ -134,12 +213,13 @@ def run(args: argparse.Namespace, weights: dict[str, torch.Tensor]) -> dict[str,
 
 
 @torch.no_grad()
-def share_weights(chunk: Any, weights: dict[str, torch.Tensor]) -> str:
+def share_weights(chunk: Any, file: Path) -> str:
     """Keep or take the weights; return the class that holds the experts."""
     params = dict(chunk.named_parameters())
-    if not weights:
-        weights.update(under_our_names(params))
+    if not file.exists():
+        torch.save(under_our_names(params), file)
     else:
+        weights = torch.load(file, mmap=True)
         missing = params.keys() ^ weights.keys()
         assert not missing, missing
         for name, param in params.items():
@@ -211,6 +291,4 @@ class _OutputOnly(torch.nn.Module):
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    dist.destroy_process_group()
-    sys.exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -59,7 +59,7 @@ def attribute(trace: Trace, assumptions: Assumptions | None = None) -> Attributi
     spans = find_spans(trace)
     iterations = find_iterations(trace, spans)
     if not has_device_work(trace):
-        return _on_cpu(trace, spans, iterations)
+        return _on_cpu(trace, spans, iterations, assumptions)
     issues = [span for span in spans if span.kind in WAIT_OF]
     waits = waits_for(issues, spans)
     runs = [span for span in spans if span.kind in STAGES]
@@ -68,7 +68,7 @@ def attribute(trace: Trace, assumptions: Assumptions | None = None) -> Attributi
     device = Device(trace, work, launches)
     notes: list[str] = []
     if not runs:
-        runs, remarks = layering.stages(trace, iterations, assumptions)
+        runs, remarks = layering.stages(trace, iterations, assumptions, issues)
         notes += remarks
     own = device.stages(runs)
     stages = _stages(iterations, runs, [union(trace.start[at], trace.end[at]) for at in own], own)
@@ -97,11 +97,20 @@ def attribute(trace: Trace, assumptions: Assumptions | None = None) -> Attributi
     )
 
 
-def _on_cpu(trace: Trace, spans: tuple[Span, ...], iterations: tuple[Span, ...]) -> Attribution:
+def _on_cpu(
+    trace: Trace,
+    spans: tuple[Span, ...],
+    iterations: tuple[Span, ...],
+    assumptions: Assumptions | None,
+) -> Attribution:
     """Return what is known of a trace without device work."""
     work = classify(trace)
     issues = [span for span in spans if span.kind in WAIT_OF]
     runs = [span for span in spans if span.kind in STAGES]
+    notes: list[str] = []
+    if not runs and issues:
+        runs, notes = layering.stages(trace, iterations, assumptions, issues)
+        spans = tuple(sorted((*spans, *runs), key=lambda span: span.start))
     waits = waits_for(issues, spans)
     found = cpu.ran(trace, issues, waits, cpu.resumed(trace, work, issues, spans))
     stages = _stages(iterations, runs, cpu.worked(runs, spans), [NO_EVENTS] * len(runs))
@@ -119,6 +128,7 @@ def _on_cpu(trace: Trace, spans: tuple[Span, ...], iterations: tuple[Span, ...])
         work,
         NO_EVENTS,
         {},
+        tuple(notes),
     )
 
 

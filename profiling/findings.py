@@ -236,14 +236,29 @@ def _rest(evidence: Evidence, low: Sequence[Occurrence]) -> str:
 
 
 def bad_ranks(evidence: Evidence, threshold: float) -> list[str]:
-    """Return the ranks whose own share is too low, and so in most of their occurrences."""
-    return [
-        rank
-        for rank, ones in evidence.by_rank.items()
-        if len(ones) >= _fewest(ones)
-        and (share(ones) or 0) < threshold
-        and _most([one for one in ones if one.share < threshold], ones)
-    ]
+    """Return the ranks whose own share is too low, and so in most of their occurrences.
+
+    In the same iterations the other ranks must hide theirs: what is low on all of them, or counts
+    on this one alone, is the schedule's, and weighs in the layer's own share.
+    """
+    bad = []
+    for rank, ones in evidence.by_rank.items():
+        low = [one for one in ones if one.share < threshold]
+        when = {one.subject.iteration for one in low}
+        others = [
+            one
+            for other, theirs in evidence.by_rank.items()
+            for one in theirs
+            if other != rank and one.subject.iteration in when
+        ]
+        if (
+            len(ones) >= _fewest(ones)
+            and (share(ones) or 0) < threshold
+            and _most(low, ones)
+            and (share(others) or 0) >= threshold
+        ):
+            bad.append(rank)
+    return bad
 
 
 def _fewest(ones: Sequence[Occurrence]) -> int:

@@ -41,12 +41,20 @@ def windows(iterations: Sequence[Span]) -> list[Window]:
 
 
 def stages(
-    trace: Trace, iterations: Sequence[Span], assumptions: Assumptions | None
+    trace: Trace,
+    iterations: Sequence[Span],
+    assumptions: Assumptions | None,
+    issues: Sequence[Span] = (),
 ) -> tuple[list[Span], list[str]]:
     """Return the stages by start, each with a layer's name, and notes on those left out.
 
-    Layers are called as the user called them; else ``layers.0``, ``layers.1``, ...
+    Layers are called as the user called them; else as our collectives call them, if those are of as
+    many layers; else ``layers.0``, ``layers.1``, ...
+
+    Args:
+        issues: Our collectives.
     """
+    told = _told(issues)
     patterns = assumptions.stages if assumptions else {}
 
     def meaning(text: str) -> tuple[Kind, str] | None:
@@ -70,7 +78,8 @@ def stages(
                 "tell how many layers there are: list them in an --assume file"
             )
             continue
-        names = assumptions.layers if assumptions else [f"layers.{i}" for i in range(count)]
+        plain = told if len(told) == count else [f"layers.{i}" for i in range(count)]
+        names = assumptions.layers if assumptions else plain
         odd = 0
         for part in parts:
             odd += not part.fits(count)
@@ -81,6 +90,17 @@ def stages(
                 f"whole number of times for {count} layers, and their stages are left out"
             )
     return sorted(named, key=lambda span: span.start), notes
+
+
+def _told(issues: Sequence[Span]) -> list[str]:
+    """Return the expert layers whose weights our collectives move, as they follow each other."""
+    paths = (path for issue in issues for path in issue.name.split(","))
+    layers = {
+        path.rpartition(".")[0] for path in paths if path.endswith(("fc1_weight", "fc2_weight"))
+    }
+    return sorted(
+        layers, key=lambda layer: [int(part) if part.isdigit() else -1 for part in layer.split(".")]
+    )
 
 
 class _Part:

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megamoe import backends
-from megamoe.backends.primus_turbo import limits, package, router
+from megamoe.backends.primus_turbo import limits, package, router, stages
+from megamoe.backends.primus_turbo.buffer import SharedBuffer
 
 CLAMP = 10.0
 TILE = 256  # rows of an expert are padded to it
@@ -340,15 +341,17 @@ def installed(*, without: tuple[str, ...] = (), device: bool = True) -> Iterator
     fake = {module.__name__: module for module in (moe, ops, info)}
     for name in ("primus_turbo", "primus_turbo.pytorch", "primus_turbo.pytorch.ops.moe"):
         fake[name] = _module(name)
-    with (
-        mock.patch.dict(sys.modules, fake),
-        mock.patch.dict(backends._loaded),
-        ExitStack() as stack,
-    ):
+    assert not fake.keys() & sys.modules.keys()
+    with mock.patch.dict(backends._loaded), ExitStack() as stack:
+        # Not patch.dict: it would also forget what is imported in between.
+        sys.modules.update(fake)
+        for name in fake:
+            stack.callback(sys.modules.pop, name)
         backends._loaded.pop("primus_turbo", None)
         stack.callback(package.operations.cache_clear)
         package.operations.cache_clear()
         _current = None
+        stack.enter_context(mock.patch.object(stages, "SHARED", SharedBuffer()))
         if device:
             for module in (limits, router):
                 patch = mock.patch.object(module, "device_problem", return_value=None)

@@ -159,9 +159,9 @@ def test_config_files(tmp_path: Path) -> None:
 
 
 VARIANTS = [
-    ["--enable_primus_turbo", "false"],
+    ["--enable_primus_turbo", "false", "--q_lora_rank", "32"],
     ["--q_lora_rank", "32", "--moe_layer_freq", "[0]+[1]"],
-    ["--mtp_num_layers", "1", "--moe_shared_expert_intermediate_size", "48"],
+    ["--q_lora_rank", "32", "--mtp_num_layers", "1", "--moe_shared_expert_intermediate_size", "48"],
     ["--multi_latent_attention", "false", "--bf16", "false"],
 ]
 

@@ -96,6 +96,7 @@ def compare(names: list[str], padded: bool = False, broken: str = "") -> list[st
     ``broken`` harms our layer in that respect first.
     """
     differences = []
+    logged()  # what earlier tests have left there
     for name in names:
         ep, options, ours_options = SCENARIOS[name]
         bf16 = ours_options.get("bf16", False)

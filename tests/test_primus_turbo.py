@@ -23,6 +23,7 @@ from megamoe import (
     mega_moe_stage2,
 )
 from megamoe.backends import get_backend
+from megamoe.backends.primus_turbo import limits
 from megamoe.backends.primus_turbo.limits import device_problem
 from megamoe.errors import BackendUnavailableError, InputError
 from tests import primus_turbo_simulator as simulator
@@ -200,6 +201,9 @@ def check_stale_use(seed: int) -> None:
             l1_out, rows, handle = mega_moe_stage1(
                 x, ids, weights, w1, group, backend="primus_turbo"
             )
+            dispatched = handle[6].sum()
+            dist.all_reduce(dispatched)
+            assert int(dispatched) == ids.numel() * dist.get_world_size()  # no padding among them
             with pytest.raises(InputError, match="made for 100 tokens, but topk_idx has 99"):
                 mega_moe_stage2(
                     l1_out, rows, handle, ids[1:], weights[1:], w2, group, backend="primus_turbo"
@@ -365,6 +369,15 @@ def test_a_package_that_is_too_old_names_the_commit(without: tuple[str, ...], sa
         get_backend("primus_turbo")
     assert "9b5d3092efcbc087657b233d8e9ae662cee6ec6b" in str(caught.value)
     assert "REBUILD_PRIMUS_TURBO=1 scripts/rebuild_primus_turbo.sh" in str(caught.value)
+
+
+def test_a_clamp_that_nobody_set_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    limits._warn_of_clamp.cache_clear()
+    limits.check_clamp(10.0)
+    assert not caplog.records
+    limits.check_clamp(None)
+    limits.check_clamp(None)
+    assert ["set activation_func_clamp_value to 10" in text for text in caplog.messages] == [True]
 
 
 def test_which_device_it_takes() -> None:

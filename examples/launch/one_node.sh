@@ -21,5 +21,6 @@ if [[ " $* " == *" --dry-run "* ]]; then
     exec "${PYTHON:-python}" "$root/examples/pretrain_megatron.py" "${flags[@]}" \
         --world_size "$gpus" "$@"
 fi
+"$root/scripts/rebuild_primus_turbo.sh"  # does nothing unless REBUILD_PRIMUS_TURBO=1
 exec torchrun --standalone --nproc-per-node "$gpus" \
     "$root/examples/pretrain_megatron.py" "${flags[@]}" "$@"

@@ -40,19 +40,12 @@ class CausalAttention(nn.Module):
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
-def with_causal_attention(block_spec: Any, *, one_step_queries: bool) -> Any:
-    """Return a copy of a transformer block's spec whose layers attend with `CausalAttention`.
-
-    ``one_step_queries``: multi-latent attention projects queries without a bottleneck, and there is
-    no place for the norm that Megatron's local spec then still has.
-    """
-    from megatron.core.transformer.identity_op import IdentityOp
+def with_causal_attention(block_spec: Any) -> Any:
+    """Return a copy of a transformer block's spec whose layers attend with `CausalAttention`."""
 
     def of_layer(layer: Any) -> Any:
         attention = layer.submodules.self_attention
         inner = dataclasses.replace(attention.submodules, core_attention=CausalAttention)
-        if one_step_queries:
-            inner.q_layernorm = IdentityOp
         attention = dataclasses.replace(attention, submodules=inner)
         return dataclasses.replace(
             layer, submodules=dataclasses.replace(layer.submodules, self_attention=attention)

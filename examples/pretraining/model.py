@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from examples.pretraining.attention import with_causal_attention
+from examples.pretraining.flags import FlagError
 
 
 def uses_transformer_engine(args: argparse.Namespace) -> bool:
@@ -133,8 +134,8 @@ def build_chunks(
     )
     spec = change_spec(spec)
     if not fused:
-        one_step = args.multi_latent_attention and args.q_lora_rank is None
-        spec = with_causal_attention(spec, one_step_queries=one_step)
+        _require_query_norm(args)
+        spec = with_causal_attention(spec)
     mtp_spec = (
         get_gpt_mtp_block_spec(config, spec, use_transformer_engine=fused)
         if args.mtp_num_layers
@@ -156,6 +157,16 @@ def build_chunks(
     if args.device == "cuda":
         model = model.cuda()
     return [Float16Module(config, model) if args.bf16 else model]
+
+
+def _require_query_norm(args: argparse.Namespace) -> None:
+    """Raise FlagError for a model that Megatron-core 0.19 builds with transformer-engine only."""
+    resolver = importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config")
+    if args.multi_latent_attention and args.q_lora_rank is None and resolver is not None:
+        raise FlagError(
+            "q_lora_rank is not set: this megatron-core then builds multi-latent attention with "
+            "transformer-engine only; install it, or set q_lora_rank"
+        )
 
 
 def recompute_layers(model: Any, layer_ids: list[int]) -> None:

@@ -7,6 +7,7 @@ transformer-engine the norms have other names inside the linear layers, and the 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from overlap.megatron import Parameter
@@ -54,12 +55,22 @@ def stage_parameters(
             Parameter(f"{path}.enorm.weight", hidden),
             Parameter(f"{path}.hnorm.weight", hidden),
             Parameter(f"{path}.eh_proj.weight", 2 * hidden * hidden),
-            *_layer(args, f"{path}.transformer_layer", moe[-1]),
+            *_layer(args, f"{path}.{_mtp_layer()}", moe[-1]),
             Parameter(f"{path}.final_layernorm.weight", hidden),
         ]
     if LOSS in parts:
         found.append(Parameter("output_layer.weight", args.vocab_size * hidden))
     return found
+
+
+def _mtp_layer() -> str:
+    """What this megatron-core calls the layer inside multi-token prediction."""
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionLayerSubmodules,
+    )
+
+    names = {field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules)}
+    return "mtp_model_layer" if "mtp_model_layer" in names else "transformer_layer"
 
 
 def _layer(args: argparse.Namespace, path: str, moe: bool) -> Iterator[Parameter]:

@@ -12,17 +12,16 @@ from typing import Any
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
-__all__ = ["TAKES_MTP_FLAG", "graph_scopes", "mtp_flag", "names_of"]
+__all__ = ["graph_scopes", "mtp_flag"]
 
-TAKES_MTP_FLAG = "is_mtp_layer" in inspect.signature(BaseMoELayer.__init__).parameters
-"""Layers and routers are told whether they belong to a multi-token-prediction layer."""
-
-_ROUTER_TAKES_IT = "is_mtp_layer" in inspect.signature(TopKRouter.__init__).parameters
+_LAYER_TAKES_FLAG = "is_mtp_layer" in inspect.signature(BaseMoELayer.__init__).parameters
+_ROUTER_TAKES_FLAG = "is_mtp_layer" in inspect.signature(TopKRouter.__init__).parameters
 
 
 def mtp_flag(is_mtp_layer: bool, *, router: bool = False) -> dict[str, bool]:
-    """Return the flag as keywords for Megatron's layer base class, or for a router."""
-    takes_it = _ROUTER_TAKES_IT if router else TAKES_MTP_FLAG
+    """Return the keywords that tell Megatron's layer base class, or a router, whether it belongs to
+    multi-token prediction; none where the release does not ask."""
+    takes_it = _ROUTER_TAKES_FLAG if router else _LAYER_TAKES_FLAG
     return {"is_mtp_layer": is_mtp_layer} if takes_it else {}
 
 
@@ -31,13 +30,8 @@ def graph_scopes(config: Any) -> list[str]:
     scopes = getattr(config, "cuda_graph_modules", None)  # its name until 0.18: cuda_graph_scope
     if scopes is None:
         scopes = getattr(config, "cuda_graph_scope", None)
-    return names_of(scopes)
-
-
-def names_of(values: Any) -> list[str]:
-    """Return strings for what may be None, one string (with commas), or a list of enum members."""
-    if values is None:
+    if scopes is None:
         return []
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        values = str(getattr(values, "name", values)).split(",")
-    return [str(getattr(value, "name", value)) for value in values]
+    if isinstance(scopes, str) or not isinstance(scopes, Iterable):
+        scopes = str(getattr(scopes, "name", scopes)).split(",")
+    return [str(getattr(scope, "name", scope)) for scope in scopes]

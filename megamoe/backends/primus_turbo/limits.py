@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,6 @@ RANKS = range(2, 9)  # expert-parallel ranks, all in one node
 HIDDEN_MULTIPLE = 512
 CLAMP = 10.0  # what the kernels cut gate and up to, on both sides, whoever asks
 ARCHITECTURE = "gfx950"
-
-_log = logging.getLogger("megamoe")
-_announced: set[str] = set()
 
 
 def device_problem(device: torch.device) -> str | None:
@@ -76,15 +74,19 @@ def check_clamp(clamp: float | None) -> None:
     """Raise BackendUnavailableError for another clamp than the kernels'; say so where there is to
     be none, once."""
     if clamp is None:
-        text = (
-            f"backend 'primus_turbo' cuts SwiGLU's gate and up part to +-{CLAMP:g} though no clamp "
-            f"is set; set activation_func_clamp_value to {CLAMP:g} to confirm it"
-        )
-        if text not in _announced:
-            _announced.add(text)
-            _log.warning(text)
+        _warn_of_clamp()
     elif clamp != CLAMP:
         raise BackendUnavailableError(
             f"backend 'primus_turbo' clamps SwiGLU at {CLAMP:g} and nowhere else, but "
             f"activation_func_clamp_value is {clamp:g}; set it to {CLAMP:g}, or use 'reference'"
         )
+
+
+@cache
+def _warn_of_clamp() -> None:
+    logging.getLogger("megamoe").warning(
+        "backend 'primus_turbo' cuts SwiGLU's gate and up part to +-%g though no clamp is set; set "
+        "activation_func_clamp_value to %g to confirm it",
+        CLAMP,
+        CLAMP,
+    )
