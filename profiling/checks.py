@@ -165,7 +165,9 @@ def _not_effective(
     """Return a finding where a hidden collective is in a run that saves far less than it hides."""
     asked = evidence.rule.min_effective or LITTLE
     hidden = evidence.hidden or 0
-    if saving is None or saving.interval is None or saving.interval[1] >= min(asked, hidden):
+    if saving is None or saving.interval is None or not _hides(evidence):
+        return []
+    if saving.interval[1] >= min(asked, hidden):
         return []
     low, high = saving.interval
     text = (

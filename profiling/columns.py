@@ -153,9 +153,9 @@ class Columns:
             "name": [names.setdefault(event.name, len(names)) for event in kept],
             "category": [CATEGORIES.get(event.cat, OTHER) for event in kept],
             "lane": [lanes.setdefault((event.pid, event.tid), len(lanes)) for event in kept],
-            "device": [event.args.device for event in kept],
+            "device": [max(event.args.device, event.args.in_device) for event in kept],
             "stream": [event.args.stream for event in kept],
-            "correlation": [event.args.correlation for event in kept],
+            "correlation": [event.args.correlation or -1 for event in kept],  # 0 is no call's
             "external": [event.args.external for event in kept],
             "rank": [event.args.rank for event in kept],
             "half": [_HALF[event.ph] for event in kept],

@@ -31,6 +31,7 @@ from profiling.writing import replacing, write
 __all__ = ["run"]
 
 BAD_INPUT = Verdict.INCONCLUSIVE.exit_code
+INTERRUPTED = 130  # as shells say it: 128 + SIGINT
 
 
 def run(options: Namespace) -> int:
@@ -39,7 +40,11 @@ def run(options: Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a trace may hold any name
     try:
         code = _COMMANDS[options.command](options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as where the shell closed it: >&-
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _refuse("interrupted")
+        return INTERRUPTED
     except BrokenPipeError:
         # What is left in the buffer must not raise again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -36,7 +36,7 @@ class NotATraceError(ValueError):
 INT32, INT63 = 2**31 - 1, 2**62
 Int32 = Annotated[int, msgspec.Meta(ge=-INT32, le=INT32)]
 Int63 = Annotated[int, msgspec.Meta(ge=-INT63, le=INT63)]
-_LARGEST = {"device": INT32, "stream": INT32, "rank": INT32}
+_LARGEST = {"device": INT32, "in_device": INT32, "stream": INT32, "rank": INT32}
 
 
 class Args(msgspec.Struct, gc=False, frozen=True):
@@ -45,6 +45,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     correlation: Int63 = -1
     external: Int63 = msgspec.field(default=-1, name="External id")
     device: Int32 = -1
+    in_device: Int32 = msgspec.field(
+        default=-1, name="inDevice"
+    )  # a copy between peers has no other
     stream: Int32 = -1
     name: str = ""  # of a thread or process, in a metadata event
     labels: str = ""  # of a process, in a metadata event
@@ -171,7 +174,7 @@ def _head(stream: Source) -> tuple[bytes | None, bytes]:
     searched = 0
     while more := stream.read(max(PIECE, len(buffer))):
         buffer = buffer + more if buffer else more.removeprefix(codecs.BOM_UTF8).lstrip()
-        if buffer.startswith(b"["):
+        if buffer.startswith(b"[") and buffer[1:].lstrip()[:1] in (b"{", b"]", b""):
             return None, buffer[1:]
         match = _START.search(buffer, searched)
         if match:

@@ -6,6 +6,7 @@ graph that covers whole layers, an iteration), the stages of its kernels are not
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from profiling.attributed import NO_EVENTS, Found
 from profiling.classification import Work
 from profiling.intervals import Intervals, union
 from profiling.launches import Launches
+from profiling.ranges import Kind
 from profiling.spans import Span
 from profiling.trace import Category, Details, Trace
 
@@ -39,9 +41,16 @@ class Device:
         self._records = _Records(trace)
 
     def stages(self, runs: Sequence[Span]) -> list[npt.NDArray[np.int64]]:
-        """Return the compute kernels that each stage launched."""
+        """Return the compute kernels that each stage launched, without what another may have."""
         launched = [self._launched(run) for run in runs]
-        return [events[self._work[events] == Work.COMPUTE] for events in launched]
+        own = [events[self._work[events] == Work.COMPUTE] for events in launched]
+        claims: defaultdict[tuple[Kind, str], list[npt.NDArray[np.int64]]] = defaultdict(list)
+        for run, events in zip(runs, own, strict=True):
+            claims[run.kind, run.name].append(events)
+        each = [np.unique(np.concatenate(parts)) for parts in claims.values()]
+        events, stages = np.unique(np.concatenate([*each, NO_EVENTS]), return_counts=True)
+        disputed = np.intersect1d(events[stages > 1], self._launches.torn)
+        return [np.setdiff1d(events, disputed) for events in own] if len(disputed) else own
 
     def moved(self, issue: Span) -> Found:
         """Return what a collective kept busy, from what its issue launched."""

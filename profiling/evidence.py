@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from profiling.attribution import Stage
+from profiling.attribution import CPU, Stage
 from profiling.intervals import EMPTY, Intervals, union
 from profiling.metrics import Occurrence, measure
 from profiling.peers import Transfers
@@ -157,15 +157,18 @@ def _evidence(
         )
         for rank in ranks
     }
-    at_work = {rank: _busy(runs[rank]) for rank in ranks}
+    at_work: dict[tuple[RankFacts, int], Intervals] = {}
     measured = []
     for subject in issued:
         if len(subject.found.busy):
             rank, device = subject.rank, subject.found.device
-            busy = at_work[rank]
-            if rule.stage == ANY:
-                busy = rank.attribution.compute.get(device, EMPTY)
-            measured.append(measure(subject, busy, runs[rank], transfers))
+            if (rank, device) not in at_work:
+                at_work[rank, device] = (
+                    rank.attribution.compute.get(device, EMPTY)
+                    if rule.stage == ANY
+                    else _busy(rank, runs[rank], device)
+                )
+            measured.append(measure(subject, at_work[rank, device], runs[rank], transfers))
     kept, aside = _set_aside(measured, transfers.joined_late)
     every = tuple(
         (rank, stage)
@@ -179,11 +182,16 @@ def _evidence(
     )
 
 
-def _busy(runs: Sequence[Stage]) -> Intervals:
+def _busy(rank: RankFacts, runs: Sequence[Stage], device: int) -> Intervals:
+    """Return when the runs were busy on a device: work on one hides nothing on another."""
     if not runs:
         return EMPTY
-    rows = np.concatenate([run.busy for run in runs])
-    return union(rows[:, 0], rows[:, 1])
+    if device == CPU:
+        rows = np.concatenate([run.busy for run in runs])
+        return union(rows[:, 0], rows[:, 1])
+    events = np.concatenate([run.events for run in runs])
+    events = events[rank.trace.device[events] == device]
+    return union(rank.trace.start[events], rank.trace.end[events])
 
 
 def _set_aside(

@@ -77,7 +77,9 @@ def advise(evidence: Evidence, threshold: float, failed: bool) -> Iterator[Findi
 
 
 def _shared_bucket(kept: Sequence[Occurrence]) -> Finding | None:
-    name = next((one.subject.name for one in kept if len(one.subject.modules) > 1), None)
+    # A foreign collective is called what its kernel is, and that may hold commas.
+    ours = [one.subject for one in kept if one.subject.collective is not None]
+    name = next((subject.name for subject in ours if len(subject.modules) > 1), None)
     if name is None:
         return None
     return Finding(

@@ -25,6 +25,7 @@ class Launches:
     Attributes:
         calls: int64 indices of the launches, by thread and then by start.
         missing: int64 indices of the device's events that no launch of the trace belongs to.
+        torn: int64 indices of the device's events that may be any of several launches'.
         in_company: int64 indices of the device's events whose correlation others have, too.
     """
 
@@ -48,6 +49,8 @@ class Launches:
         event = work[rows]
         kept = _tell_apart(trace, self.calls[row], event)
         self._row, self._event = row[kept], event[kept]
+        events, uses = np.unique(self._event, return_counts=True)
+        self.torn = events[uses > 1]
         self.missing = np.setdiff1d(work, self._event)
         same = np.concatenate((np.diff(done) == 0, [False]))
         company = (same | np.roll(same, 1)) & (done >= 0)

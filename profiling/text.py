@@ -20,7 +20,7 @@ from profiling.results import Report, Row
 
 __all__ = ["full_text", "to_text"]
 
-_NAME = 38  # columns
+_NAME = 34  # columns; INCONCLUSIVE ends at 100
 
 
 @singledispatch

@@ -22,15 +22,15 @@ def replacing(path: str | Path) -> Iterator[Path]:
     Raises:
         WriteError: The file or its folder cannot be written.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))  # a link stays one
     temporary: Path | None = None
     try:
+        if target.exists() and not target.is_file():  # a directory, or a device such as /dev/null
+            raise OSError(0, "it is no file")
         # The suffix stays: writers go by it.
         handle, name = tempfile.mkstemp("".join(target.suffixes), ".", target.parent)
         os.close(handle)
         temporary = Path(name)
-        if target.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
         yield temporary
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)

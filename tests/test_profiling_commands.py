@@ -328,3 +328,45 @@ def test_help_imports_neither_numpy_nor_torch():
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_closed_output_and_an_interruption_are_no_traceback(tmp_path, monkeypatch, capsys):
+    trace = TraceBuilder()
+    gpu_iteration(trace, 0, 1e6, gather=(200, 900))
+    file = str(trace.write(tmp_path))
+    command = [sys.executable, "-m", "profiling", "check", file]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("profiling.commands.load", interrupt)
+    assert main(["check", file]) == 130
+    assert capsys.readouterr().err == "moe-trace: interrupted\n"
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
+    link, target = tmp_path / "latest.html", tmp_path / "1.html"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as path:
+        path.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(WriteError, match="it is no file"), replacing(pipe):
+        pass
+    assert pipe.is_fifo()
+
+
+def test_text_fits_where_nothing_can_be_told(tmp_path, capsys):
+    trace = TraceBuilder()
+    gpu_iteration(trace, 0, 1e6, gather=(200, 900))
+    assert main(["report", str(trace.write(tmp_path))]) == 2
+    text = capsys.readouterr().out
+    assert "INCONCLUSIVE" in text
+    assert max(map(len, text.splitlines())) <= 100

@@ -258,6 +258,18 @@ def test_hidden_but_not_effective(tmp_path, beside, saved, slowdown, found):
     assert bounded.verdict is (Verdict.FAIL if found else Verdict.PASS)
 
 
+def test_what_is_not_hidden_is_not_called_ineffective(tmp_path):
+    for name, period in (("serial", 1200), ("slower", 1500)):
+        (tmp_path / name).mkdir()
+        stretched(timed(1000, beside=False), period).write(tmp_path / name)
+    baseline = profiling.read(tmp_path / "serial")
+    report = profiling.check(tmp_path / "slower", baseline=baseline)
+    assert report.effective.value < 0
+    kinds = [one.kind for one in report.rows[0].findings]
+    assert kinds
+    assert FindingKind.NOT_EFFECTIVE not in kinds
+
+
 def stretched(trace, period):
     """The same run whose steps on the device follow each other without a pause."""
     for event in trace.events:
@@ -275,3 +287,65 @@ def test_slowdown_without_a_baseline_needs_runs_without_a_collective(tmp_path):
         step(trace, number, gather=(20, 90), stage=(100, 900))
     row, _ = judge(tmp_path, trace)
     assert row.slowdown == pytest.approx(1000 / 800)
+
+
+@pytest.mark.parametrize(
+    ("device", "verdict"), [(0, Verdict.PASS), (1, Verdict.FAIL)], ids=["same", "other"]
+)
+def test_a_stage_hides_nothing_on_another_device(tmp_path, device, verdict):
+    trace = run()
+    for event in trace.events:
+        if event["name"] == "gemm":
+            event["args"]["device"] = event["pid"] = device
+    trace.write(tmp_path)
+    row = profiling.check(tmp_path).rows[0]
+    assert (row.verdict, row.hidden) == (verdict, 1.0 if verdict is Verdict.PASS else 0.0)
+
+
+@pytest.mark.parametrize("names", [NAME, f"{EXPERTS}.fc1_weight,{NAME}"], ids=["kernel", "bucket"])
+def test_a_comma_in_a_kernels_name_shares_no_bucket(tmp_path, names):
+    trace = run(name=names)
+    if names == NAME:  # then it is foreign, called what its kernel is
+        trace.events = [one for one in trace.events if "overlap::param" not in one["name"]]
+        for event in trace.events:
+            event["name"] = (
+                "ncclKernel_SendRecv(ncclDevComm*, unsigned long)"
+                if (event["name"] == ALL_GATHER)
+                else event["name"]
+            )
+    trace.write(tmp_path)
+    rule = profiling.Rule("any", "*", "any", min_hidden=0.5)
+    kinds = {
+        one.kind for row in profiling.check(tmp_path, rules=[rule]).rows for one in row.findings
+    }
+    assert (FindingKind.SHARED_BUCKET in kinds) == (names != NAME)
+
+
+@pytest.mark.parametrize(("correlation", "known"), [(None, True), (0, False)])
+def test_a_correlation_of_0_links_nothing(tmp_path, correlation, known):
+    # Were all launches and kernels linked by it, the gather would be under its own stage.
+    trace = run(gather=(1200, 1700), other=("stage2", 1150, 1800))
+    for event in trace.events:
+        if correlation is not None and "correlation" in event["args"]:
+            event["args"]["correlation"] = correlation
+    trace.write(tmp_path)
+    row = profiling.check(tmp_path).rows[0]
+    assert row.verdict is (Verdict.FAIL if known else Verdict.INCONCLUSIVE)
+
+
+@pytest.mark.parametrize(("stream", "known"), [(7, True), (8, False)], ids=["ordered", "open"])
+def test_what_may_be_two_stages_is_neithers(tmp_path, stream, known):
+    # The gather is under stage 2, whose kernel shares a correlation with stage 1's.
+    trace = run(gather=(1200, 1700), other=("stage2", 1150, 1800))
+    launches = [event for event in trace.events if event["cat"] == "cuda_runtime"]
+    kernels = [event for event in trace.events if event["cat"] == "kernel"]
+    for launch, kernel in zip(launches, kernels, strict=True):
+        if kernel["name"].startswith("gemm"):
+            number = 100 + int(launch["ts"] - 1e6) // 2000
+            launch["args"]["correlation"] = kernel["args"]["correlation"] = number
+            launch["name"] = "hipLaunchKernel"
+        if kernel["name"] == "gemm2":
+            kernel["tid"] = kernel["args"]["stream"] = stream
+    trace.write(tmp_path)
+    row = profiling.check(tmp_path).rows[0]
+    assert row.verdict is (Verdict.FAIL if known else Verdict.INCONCLUSIVE)

@@ -330,3 +330,22 @@ def test_damage_before_an_event_longer_than_a_piece_costs_one_event(tmp_path, mo
     assert len(loaded) == len(trace.events) - 1
     assert loaded.complete
     assert loaded.notes == ("1 event dropped: not JSON; the first is 'aten::mm'",)
+
+
+@pytest.mark.parametrize("key", ["device", "inDevice"])
+def test_a_copy_between_peers_is_on_the_device_that_it_names(tmp_path, key):
+    built = TraceBuilder()
+    built.kernel("Memcpy PtoP (Device -> Device)", 10, 20, 30, device=3, category="gpu_memcpy")
+    args = built.events[-1]["args"]
+    args |= {key: args.pop("device"), "fromDevice": 1}
+    trace = load_trace(built.write(tmp_path))
+    assert trace.device[trace.category == Category.MEMCPY].tolist() == [3]
+
+
+def test_a_text_that_begins_with_a_bracket_is_no_trace(tmp_path):
+    file = tmp_path / "setup.json"
+    file.write_text("[metadata]\nname = x\n")
+    with pytest.raises(LoadError, match="is not a PyTorch profiler trace"):
+        load_trace(file)
+    file.write_text('[\n {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2}\n]')
+    assert len(load_trace(file)) == 1
