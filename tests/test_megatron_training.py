@@ -373,33 +373,3 @@ def test_indexed_dataset(ranks: Ranks, tmp_path: Path) -> None:
         builder.finalize(str(tmp_path / "tokens.idx"))
     losses = ranks.run(2, indexed, str(tmp_path))[1]
     assert losses[-1] < 0.5 * losses[0]
-
-
-def benchmarked() -> dict[str, Any]:
-    from benchmarks import megatron_layer
-
-    argv = ["--config", "tiny", "--moe_layer_freq", "1", "--num_layers", "2", "--num_experts", "4"]
-    argv += ["--moe_router_num_groups", "2", "--moe_router_group_topk", "1", "--vocab_size", "64"]
-    argv += ["--train_iters", "5", "--device", "cpu"]
-    found: dict[str, Any] = {}
-    run = megatron_layer.run
-
-    def kept(args: argparse.Namespace, weights: Any) -> Any:
-        found[f"{args.use_turbo_mega_moe} {args.mega_moe_fused}"] = row = run(args, weights)
-        return row
-
-    with megatron_shim.on_cpu(), mock.patch.object(megatron_layer, "run", kept):
-        assert megatron_layer.main(argv) == 0
-    return found
-
-
-def test_benchmark_compares_like_with_like(ranks: Ranks) -> None:
-    (found,) = ranks.run(1, benchmarked)
-    theirs, split, unsplit = found.values()
-    assert [row["path"] for row in found.values()] == [
-        "SequentialMLP",
-        "MegatronExperts",
-        "MegatronExperts",
-    ]
-    assert split["losses"] == unsplit["losses"]
-    assert split["losses"] == pytest.approx(theirs["losses"], rel=3e-3)  # bf16
