@@ -23,6 +23,7 @@ __all__ = ["Finding", "FindingKind", "advise", "bad_ranks"]
 
 # Occurrences of one rank that tell something about it; threads on shared cores scatter.
 FEWEST_OF_RANK, FEWEST_OF_CPU_RANK = 2, 3
+SHOWN = 4  # occurrences are named
 MOST = 0.5  # of the occurrences: from here on a finding speaks of the layer
 
 
@@ -44,6 +45,7 @@ class FindingKind(str, Enum):
     WRONG_STAGE = "wrong stage"
     HALF_HIDDEN = "half-hidden"
     NOT_HIDDEN = "not hidden"
+    SOMETIMES = "sometimes"
     ONE_RANK = "one rank"
     FIRST_ITERATION = "first iteration"
     NOT_EFFECTIVE = "not effective"
@@ -73,7 +75,10 @@ def advise(evidence: Evidence, threshold: float, failed: bool) -> Iterator[Findi
     if low and failed:
         yield from _causes(evidence, low)
     if low:
-        yield from filter(None, (_one_rank(evidence, threshold), _first(evidence, threshold)))
+        local = (_one_rank(evidence, threshold), _first(evidence, threshold))
+        yield from filter(None, local)
+        if failed and not any(local) and not _most(low, kept):
+            yield _sometimes(evidence, low)
 
 
 def _shared_bucket(kept: Sequence[Occurrence]) -> Finding | None:
@@ -278,6 +283,22 @@ def _one_rank(evidence: Evidence, threshold: float) -> Finding | None:
         FindingKind.ONE_RANK,
         f"{', '.join(bad)} alone: {worst} hides {share(ranks[worst]) or 0:.0%}, the other ranks "
         f"{others or 0:.0%}; look at what that rank does otherwise",
+    )
+
+
+def _sometimes(evidence: Evidence, low: Sequence[Occurrence]) -> Finding:
+    """A few are bad, on no one rank and not the first."""
+    others = [one for one in evidence.kept if one not in low]
+    worst = sorted(low, key=lambda one: one.share)[:SHOWN]
+    where = ", ".join(
+        one.rank if one.subject.iteration is None else f"{one.rank} in {one.subject.iteration}"
+        for one in worst
+    )
+    more = f" and {len(low) - SHOWN} more" if len(low) > SHOWN else ""
+    return Finding(
+        FindingKind.SOMETIMES,
+        f"{len(low)} of {len(evidence.kept)} hide {share(low) or 0:.0%}, the others "
+        f"{share(others) or 0:.0%}: look at what these iterations do otherwise: {where}{more}",
     )
 
 

@@ -159,7 +159,8 @@ def test_first_iteration(tmp_path, bad):
         step(trace, number, gather=(1000, 1500) if number in bad else (150, 650))
     row, kinds = judge(tmp_path, trace)
     assert row.verdict is Verdict.FAIL
-    assert kinds == ([FindingKind.FIRST_ITERATION] if bad == [0] else [])
+    expected = FindingKind.FIRST_ITERATION if bad == [0] else FindingKind.SOMETIMES
+    assert kinds == [expected]
     skipping = profiling.Iterations.parse("1-")
     later, _ = judge(tmp_path, trace, iterations=skipping)
     assert later.verdict is (Verdict.PASS if bad == [0] else Verdict.FAIL)
@@ -205,6 +206,28 @@ def test_most_ranks_bad_is_no_finding_about_one(tmp_path):
     row, kinds = judge(tmp_path)
     assert row.verdict is Verdict.FAIL
     assert FindingKind.ONE_RANK not in kinds
+
+
+@pytest.mark.parametrize("bad", [(3,), (1, 3, 4)])
+def test_a_few_bad_iterations_are_named(tmp_path, bad):
+    """Not the first alone, and no rank's: nobody would know where to look."""
+    trace = TraceBuilder()
+    for number in range(6):
+        step(trace, number, **({"gather": (1050, 1550)} if number in bad else {}))
+    trace.write(tmp_path)
+    row, kinds = judge(tmp_path)
+    assert row.verdict is Verdict.FAIL
+    assert kinds == [FindingKind.SOMETIMES]
+    assert row.finding.startswith(f"{len(bad)} of 6 hide 10%, the others 100%: ")
+    assert row.finding.endswith(", ".join(f"rank 0 in {number}" for number in bad))
+
+
+def test_what_passes_names_no_iterations(tmp_path):
+    trace = TraceBuilder()
+    for number in range(6):
+        step(trace, number, **({"gather": (800, 1300)} if number == 3 else {}))
+    trace.write(tmp_path)
+    assert judge(tmp_path)[1] == []
 
 
 # Against a baseline
