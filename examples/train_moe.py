@@ -109,19 +109,25 @@ def share_cores(ranks: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def mock_batches(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator[Tensor]:
+def mock_tokens(vocab: int, shape: tuple[int, int], seed: int) -> Iterator[Tensor]:
     """Yield [B, S + 1] int64 token sequences that follow a rule a model can learn.
 
     Each token is an affine function of the one before it; one token in eight is noise.
     """
-    generator = torch.Generator().manual_seed(args.seed * 1000 + rank)
-    shape = (args.micro_batch, args.sequence + 1)
+    generator = torch.Generator().manual_seed(seed)
     while True:
-        tokens = torch.randint(args.vocab, shape, generator=generator)
+        tokens = torch.randint(vocab, shape, generator=generator)
         noisy = torch.rand(shape, generator=generator) < 0.125
         for i in range(1, shape[1]):
-            follow = (tokens[:, i - 1] * 5 + 7) % args.vocab
+            follow = (tokens[:, i - 1] * 5 + 7) % vocab
             tokens[:, i] = torch.where(noisy[:, i], tokens[:, i], follow)
+        yield tokens
+
+
+def mock_batches(args: argparse.Namespace, rank: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield a rank's own batches, [B, S + 1] int64."""
+    shape = args.micro_batch, args.sequence + 1
+    for tokens in mock_tokens(args.vocab, shape, args.seed * 1000 + rank):
         yield tokens.to(device)
 
 

@@ -78,7 +78,7 @@ def advise(evidence: Evidence, threshold: float, failed: bool) -> Iterator[Findi
         local = (_one_rank(evidence, threshold), _first(evidence, threshold))
         yield from filter(None, local)
         if failed and not any(local) and not _most(low, kept):
-            yield _sometimes(evidence, low)
+            yield _sometimes(evidence, threshold)
 
 
 def _shared_bucket(kept: Sequence[Occurrence]) -> Finding | None:
@@ -246,24 +246,23 @@ def bad_ranks(evidence: Evidence, threshold: float) -> list[str]:
     In the same iterations the other ranks must hide theirs: what is low on all of them, or counts
     on this one alone, is the schedule's, and weighs in the layer's own share.
     """
-    bad = []
-    for rank, ones in evidence.by_rank.items():
-        low = [one for one in ones if one.share < threshold]
-        when = {one.subject.iteration for one in low}
-        others = [
-            one
-            for other, theirs in evidence.by_rank.items()
-            for one in theirs
-            if other != rank and one.subject.iteration in when
-        ]
-        if (
-            len(ones) >= _fewest(ones)
-            and (share(ones) or 0) < threshold
-            and _most(low, ones)
-            and (share(others) or 0) >= threshold
-        ):
-            bad.append(rank)
-    return bad
+    return [
+        rank
+        for rank, ones in evidence.by_rank.items()
+        if len(ones) >= _fewest(ones)
+        and (share(ones) or 0) < threshold
+        and _most(low := [one for one in ones if one.share < threshold], ones)
+        and _others_hide(evidence, rank, low, threshold)
+    ]
+
+
+def _others_hide(
+    evidence: Evidence, rank: str, low: Sequence[Occurrence], threshold: float
+) -> bool:
+    """Whether the other ranks hide theirs in the iterations of ``low``."""
+    when = {one.subject.iteration for one in low}
+    others = [one for one in evidence.kept if one.rank != rank and one.subject.iteration in when]
+    return (share(others) or 0) >= threshold
 
 
 def _fewest(ones: Sequence[Occurrence]) -> int:
@@ -286,9 +285,10 @@ def _one_rank(evidence: Evidence, threshold: float) -> Finding | None:
     )
 
 
-def _sometimes(evidence: Evidence, low: Sequence[Occurrence]) -> Finding:
+def _sometimes(evidence: Evidence, threshold: float) -> Finding:
     """A few are bad, on no one rank and not the first."""
-    others = [one for one in evidence.kept if one not in low]
+    low = [one for one in evidence.kept if one.share < threshold]
+    others = [one for one in evidence.kept if one.share >= threshold]
     worst = sorted(low, key=lambda one: one.share)[:SHOWN]
     where = ", ".join(
         one.rank if one.subject.iteration is None else f"{one.rank} in {one.subject.iteration}"

@@ -62,7 +62,7 @@ def by_layer(report: Report) -> Iterator[str]:
 def whole_run(report: Report) -> Iterator[str]:
     """What is true of the run as a whole."""
     yield '<h2 id="run">Whole run</h2>'
-    if exposed := [ms for per_rank in report.exposed_ms.values() for ms in per_rank]:
+    if exposed := report.every_exposed_ms:
         yield (
             f"<p>Exposed communication: <strong>{statistics.fmean(exposed):.1f} ms</strong> per "
             f'iteration and rank <span class="soft">({min(exposed):.1f} to {max(exposed):.1f})'

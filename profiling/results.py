@@ -111,3 +111,8 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         return Verdict.of_all(row.verdict for row in self.rows)
+
+    @property
+    def every_exposed_ms(self) -> list[float]:
+        """The values of ``exposed_ms``, of all ranks together."""
+        return [value for per_rank in self.exposed_ms.values() for value in per_rank]

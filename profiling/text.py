@@ -131,7 +131,7 @@ def _clocks(clocks: dict[str, Offset | None]) -> Iterator[str]:
 
 def _end(report: Report) -> Iterator[str]:
     yield ""
-    if exposed := [value for per_rank in report.exposed_ms.values() for value in per_rank]:
+    if exposed := report.every_exposed_ms:
         yield (
             f"exposed communication: {statistics.fmean(exposed):.1f} ms per iteration and rank "
             f"({min(exposed):.1f} to {max(exposed):.1f})"

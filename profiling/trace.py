@@ -29,10 +29,6 @@ class Category(IntEnum):
     MEMCPY = 4
     MEMSET = 5
 
-    @property
-    def on_device(self) -> bool:
-        return self >= Category.KERNEL
-
 
 class Lane(NamedTuple):
     """A CPU thread, or a stream's row in the viewer."""

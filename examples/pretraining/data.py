@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from examples.train_moe import mock_tokens
+
 
 def batches(
     args: argparse.Namespace, rank: int, ranks: int, device: torch.device
@@ -28,16 +30,8 @@ def batches(
 
 
 def _mock(args: argparse.Namespace, rank: int, ranks: int) -> Iterator[Tensor]:
-    """[B, S + 1] int64: a token is an affine function of the one before; one in eight is noise."""
-    generator = torch.Generator().manual_seed(args.seed * 1000 + rank)
-    shape = (args.micro_batch_size, args.seq_length + 1)
-    while True:
-        tokens = torch.randint(args.vocab_size, shape, generator=generator)
-        noisy = torch.rand(shape, generator=generator) < 0.125
-        for i in range(1, shape[1]):
-            follow = (tokens[:, i - 1] * 5 + 7) % args.vocab_size
-            tokens[:, i] = torch.where(noisy[:, i], tokens[:, i], follow)
-        yield tokens
+    shape = args.micro_batch_size, args.seq_length + 1
+    return mock_tokens(args.vocab_size, shape, args.seed * 1000 + rank)
 
 
 def _indexed(args: argparse.Namespace, rank: int, ranks: int) -> Iterator[Tensor]:
