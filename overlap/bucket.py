@@ -73,6 +73,7 @@ class Slot:
     """
 
     __slots__ = (
+        "__weakref__",
         "address",
         "arrived",
         "bucket",

@@ -85,11 +85,13 @@ def _forward_hook(
 
 
 def _grad_hook(schedule: ReduceSchedule, slot: Slot) -> Callable[[Tensor], None]:
-    reference = weakref.ref(schedule)
+    # torch's garbage collection does not see through a parameter's hooks: what they hold strongly
+    # and holds the parameter (a slot does) would never be freed.
+    reference, own = weakref.ref(schedule), weakref.ref(slot)
 
     def reduce(param: Tensor) -> None:
-        schedule = reference()
-        if schedule is not None:
+        schedule, slot = reference(), own()
+        if schedule is not None and slot is not None:
             schedule.on_grad(slot)
 
     return reduce

@@ -8,6 +8,8 @@ its workers; the next call starts new ones.
 from __future__ import annotations
 
 import datetime
+import gc
+import itertools
 import multiprocessing
 import tempfile
 import traceback
@@ -29,7 +31,7 @@ def _serve(rank: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while True:
+    for call in itertools.count(1):
         try:
             function, args, kwargs, world_size, store = connection.recv()
         except (EOFError, KeyboardInterrupt):
@@ -49,6 +51,8 @@ def _serve(rank: int, connection: Connection) -> None:
         connection.send(result)
         if result[0] == "ok":
             dist.destroy_process_group()
+        if call % 10 == 0:
+            gc.collect()  # a wrapped model is a cycle; its groups' threads poll until it is freed
 
 
 def _errors(answers: dict[int, tuple[str, Any]]) -> list[str]:

@@ -312,6 +312,26 @@ def check_removal() -> None:
     train_step(again, DistributedOptimizer(again, torch.optim.SGD, lr=0.1))
 
 
+def test_a_dropped_model_takes_its_buckets_along(ranks: Ranks) -> None:
+    """Without remove(), too; the buckets hold the memory, and their groups' threads."""
+    ranks.run(2, check_dropped)
+
+
+def check_dropped() -> None:
+    def wrapped() -> list[weakref.ref[Any]]:
+        ddp = DistributedDataParallel(
+            nn.Linear(4, 4), OverlapConfig(), ProcessGroups.build(expert_parallel_size=1)
+        )
+        ddp(torch.ones(2, 4)).sum().backward()
+        ddp.finish_in_flight()
+        return [weakref.ref(slot) for bucket in ddp.buckets for slot in bucket.slots]
+
+    slots = wrapped()
+    assert len(slots) == 2
+    gc.collect()
+    assert not any(slot() for slot in slots)
+
+
 def test_the_model_does_not_keep_the_engine_alive(ranks: Ranks) -> None:
     ranks.run(1, check_weak)
 
