@@ -46,6 +46,8 @@ def join(rank: int, args: argparse.Namespace, store: str | None) -> torch.device
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        torch.set_num_threads(1)  # the ranks share the cores
     place = {"init_method": f"file://{store}", "rank": rank, "world_size": args.ranks}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
