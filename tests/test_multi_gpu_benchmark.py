@@ -81,6 +81,27 @@ def take_out_and_put_back(out: Path) -> None:
         assert (gather.call_count, reduce.call_count) == (2 * buckets, 2 * buckets)
 
 
+def test_losses_at_every_expert_parallel_size(tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), "--device", "cpu", "--ranks", "4", "--only", "correct"]
+    assert multi_gpu.main(arguments) == 0
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    rows = {row["check"]: row["good"] for row in results["notes"]["correct"]}
+    assert all(rows.values())
+    for split in ("EP 1 x EDP 4", "EP 2 x EDP 2", "EP 4 x EDP 1"):
+        assert f"losses, {split}, overlap on, collective" in rows
+
+
+def test_ranks_that_share_gpus_are_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    four = ["--out", str(tmp_path), "--ranks", "4", "--only"]
+    assert multi_gpu.parse([*four, "correct"]).ranks == 4
+    with pytest.raises(SystemExit):
+        multi_gpu.parse([*four, "correct", "step"])
+    assert "4 ranks share 2 GPU(s), over gloo" in capsys.readouterr().err
+
+
 def test_a_part_that_fails_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "effective.jsonl").mkdir()  # nothing can be noted
     args = multi_gpu.parse(["--out", str(tmp_path), "--device", "cpu", "--only", "effective"])

@@ -57,6 +57,11 @@ class Here:
             with self.notes.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether there are more ranks than GPUs: gloo then, and no reading of a peer's memory."""
+        return self.cuda and dist.get_backend() == "gloo"
+
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
