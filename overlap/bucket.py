@@ -290,6 +290,11 @@ class Bucket:
             )
         self._budget.issued(self.reduce_by, self._reduce)
 
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduce-scatter has been issued and not waited for."""
+        return self._reduce is not None
+
     def _outgoing(self) -> tuple[Tensor, Tensor]:
         """Where the reduced shard goes, and what travels."""
         if self._wire is not None:

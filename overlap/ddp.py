@@ -181,6 +181,17 @@ class DistributedDataParallel(nn.Module):
         `profiling.record` as ``settle``. No collective of its own."""
         self.gather.finish_issued()
 
+    def issue_grad_sync(self) -> list[Bucket]:
+        """Issue the reductions that no hook has issued; the optimizer calls it. A collective.
+
+        Returns the buckets to step before the other reductions have come, if it is worth it.
+
+        Raises:
+            UnusedParameterError, WrapError: As `finish_grad_sync`.
+        """
+        self._check_attached()
+        return self.reduce.issue()
+
     def finish_grad_sync(self) -> int:
         """Make every reduced gradient safe to read. A collective; the optimizer calls it.
 

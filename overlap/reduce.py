@@ -14,6 +14,7 @@ were not ready in the first iteration are therefore put last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from overlap.bucket import Bucket, Slot
@@ -95,23 +96,46 @@ class ReduceSchedule:
             UnusedParameterError: A parameter got no gradient since the last reset, and that was
                 not allowed.
         """
-        if self._finished:
-            return
-        if not self._zero_unused:
-            unused = [
-                slot.name for bucket in self.order for slot in bucket.slots if not slot.arrived
-            ]
-            if unused:
-                raise UnusedParameterError(
-                    f"{len(unused)} trainable parameter(s) got no gradient in this iteration: "
-                    f"{_some(unused)}. Freeze them (requires_grad=False before wrapping), let them "
-                    'take part in the loss, or set unused_parameters="zero"'
-                )
-        self._finish()
+        if not self._finished:
+            self.issue()
+            self._finish()
 
-    def _finish(self) -> None:
+    def issue(self) -> list[Bucket]:
+        """Issue what is left, and return the buckets to wait for, and step, before the others: the
+        half of the bytes that was issued first, so that the other half can travel meanwhile. None
+        where nothing travels.
+
+        Raises:
+            UnusedParameterError: As `finish`.
+        """
+        if self._finished:
+            return []
+        if not self._zero_unused:
+            self._check_all_used()
+        self._issue_all()
+        if not self._overlap:
+            return []
+        reached = itertools.accumulate(bucket.layout.nbytes for bucket in self.order)
+        half = sum(bucket.layout.nbytes for bucket in self.order) / 2
+        early = [b for b, so_far in zip(self.order, reached, strict=True) if so_far <= half]
+        travels = any(bucket.reducing for bucket in self.order[len(early) :])
+        return early if travels else []
+
+    def _check_all_used(self) -> None:
+        unused = [slot.name for bucket in self.order for slot in bucket.slots if not slot.arrived]
+        if unused:
+            raise UnusedParameterError(
+                f"{len(unused)} trainable parameter(s) got no gradient in this iteration: "
+                f"{_some(unused)}. Freeze them (requires_grad=False before wrapping), let them "
+                'take part in the loss, or set unused_parameters="zero"'
+            )
+
+    def _issue_all(self) -> None:
         while self._issued < len(self.order):
             self._issue_next()
+
+    def _finish(self) -> None:
+        self._issue_all()
         for bucket in self.order:
             bucket.finish_reduce()
         self._finished = True
