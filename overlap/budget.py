@@ -19,13 +19,30 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import nn
 
-from overlap.collectives import Gathers, InFlight, Reduces
 from overlap.streams import Streams
 
-__all__ = ["SmBudget", "attach", "detach"]
+__all__ = ["Flight", "SmBudget", "Transport", "attach", "detach"]
+
+
+class Transport(Protocol):
+    """What carries collectives one after the other."""
+
+    @property
+    def sms(self) -> int:
+        """How many SMs they take."""
+        ...
+
+
+class Flight(Protocol):
+    """A collective on its way."""
+
+    def done(self) -> bool:
+        """Whether it has finished, as far as the device tells without being waited for."""
+        ...
 
 
 class SmBudget:
@@ -34,18 +51,18 @@ class SmBudget:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._at_capture = 0
-        self._under_way: dict[Gathers | Reduces, deque[InFlight]] = {}
+        self._under_way: dict[Transport, deque[Flight]] = {}
 
-    def expect(self, *transports: Gathers | Reduces) -> None:
+    def expect(self, *transports: Transport) -> None:
         """Collectives of these may run beside the replays of a graph."""
         self._at_capture = max(self._at_capture, *(transport.sms for transport in transports))
 
-    def issued(self, transport: Gathers | Reduces, flight: InFlight) -> None:
+    def issued(self, transport: Transport, flight: Flight) -> None:
         """A collective has been issued."""
         if transport.sms:
             self._under_way.setdefault(transport, deque()).append(flight)
 
-    def waited(self, transport: Gathers | Reduces, flight: InFlight) -> None:
+    def waited(self, transport: Transport, flight: Flight) -> None:
         """The current stream waits for it, and so for all that the transport began before it."""
         flights = self._under_way.get(transport)
         if flights and flight in flights:

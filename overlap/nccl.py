@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["PRESETS", "NcclOptions", "ctas_in_profile", "resolve"]
+__all__ = ["PRESETS", "NcclOptions", "ctas_in_profile", "ctas_of_group", "resolve"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,22 @@ def resolve(options: NcclOptions | str) -> NcclOptions:
     if options not in PRESETS:
         raise ValueError(f"no NCCL preset is called {options!r}; there are {sorted(PRESETS)}")
     return PRESETS[options]
+
+
+def ctas_of_group(group: dist.ProcessGroup) -> int | None:
+    """Return how many CTAs a collective of ``group`` takes at most, by the options that the group
+    was made with and by NCCL_MAX_CTAS, which NCCL puts above them.
+
+    None where NCCL chooses; 0 where nothing takes a CTA: a group of one, or another backend.
+    """
+    if "nccl" not in dist.get_backend_config(group) or group.size() == 1:
+        return 0
+    given = os.environ.get("NCCL_MAX_CTAS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    backend: Any = group._get_backend(torch.device("cuda"))
+    ctas = int(backend.options.config.max_ctas)
+    return ctas if ctas > 0 else None  # NCCL's mark for "not set" is negative
 
 
 def ctas_in_profile(path: str | Path) -> int | None:

@@ -30,7 +30,11 @@ LINKS = {
 @pytest.fixture(params=LINKS)
 def link(request: pytest.FixtureRequest) -> Iterator[EmulatedLink]:
     emulation.init_process_group(LINKS[request.param], RANKS)
+    # What is run for the first time is compiled or loaded, which takes longer than what it does.
     collectives.all_reduce(torch.zeros(1, device="cuda"), dist.group.WORLD, "the first")
+    whole, flight = gather(torch.zeros(NUMEL, device="cuda"))
+    flight.wait()
+    (whole.sum() * (whole[:64].view(8, 8) @ whole[:64].view(8, 8))).sum()
     torch.cuda.synchronize()
     yield LINKS[request.param]
     dist.destroy_process_group()

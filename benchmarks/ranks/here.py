@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,11 @@ class Here:
             with self.notes.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether there are more ranks than GPUs: gloo then, and no reading of a peer's memory."""
+        return self.cuda and dist.get_backend() == "gloo"
+
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -83,6 +88,12 @@ class Here:
         dist.all_gather_object(values, value)
         return values
 
+    def slowest(self, times: Sequence[float]) -> list[float]:
+        """Each the largest on any rank; a collective."""
+        values = torch.tensor(times, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return [float(value) for value in values.tolist()]
+
     def medians(
         self, variants: Mapping[str, Callable[[], object]], rounds: int
     ) -> dict[str, float]:
@@ -100,9 +111,7 @@ class Here:
                     marks[name].append(elapsed)
         self.synchronize()
         mine = [statistics.median(e() for e in elapsed) for elapsed in marks.values()]
-        slowest = torch.tensor(mine, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return dict(zip(marks, slowest.tolist(), strict=True))
+        return dict(zip(marks, self.slowest(mine), strict=True))
 
     def _timed(self, run: Callable[[], object]) -> Callable[[], float]:
         self.barrier()

@@ -2,6 +2,11 @@
 
 exposed = step - step without collectives
 bound   = the least that the split's schedule allows, from the collectives' and stages' times
+
+A GPU's clock drifts with its power and temperature, by more than some schedules differ. So where
+there is a bound, exposed is the median of paired differences: in one and the same training, blocks
+of steps with the transports and without take turns. Elsewhere it is above "no collectives", which
+ran earlier.
 """
 
 from __future__ import annotations
@@ -9,9 +14,11 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +29,13 @@ from benchmarks.ranks.here import Here
 from benchmarks.stages import Shape
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
-from overlap.bucket import Bucket
+from overlap.bucket import Bucket, GradState, ParamState
 from overlap.collectives import InFlight
 from profiling.bounds import backward_bound, forward_bound
 from profiling.ranges import Kind, parse
 
 LAYERS = 4
+PAIRS, BLOCK = 5, 3  # pairs of blocks; timed steps of a block, after one that warms up
 SHAPES = {
     "dsv3": Shape(8192, 8, 7168, 2048, 32),
     "qwen3": Shape(8192, 8, 2048, 768, 128),
@@ -46,26 +54,26 @@ class Variant:
 
 BY_NCCL = {"param_gather_transport": "collective", "grad_reduce_transport": "collective"}
 BF16 = {"reduce_dtype": torch.bfloat16}
-VARIANTS = {
+OURS = "split, our defaults"
+VARIANTS = {  # what matters most first: where time runs out the tail is lost
     "no collectives": Variant(),
+    OURS: Variant(),
     "serialised": Variant("nccl", config={"serialize": True, **BY_NCCL}),
     "fused": Variant("nccl", fused=True, config={"share_expert_buckets": True, **BY_NCCL}),
-    "late": Variant("nccl", config={"prefetch_depth": 0, **BY_NCCL}),
     "split, nccl default": Variant("nccl", config={"collective_sms": 0, **BY_NCCL}),
-    "split, 8 CTAs": Variant("narrow", config=BY_NCCL),
     "split, 16 CTAs": Variant("balanced", config=BY_NCCL),
-    "split, bf16, 16 CTAs": Variant("balanced", config={**BF16, **BY_NCCL}),
     "split, pulled gather": Variant(config={"grad_reduce_transport": "collective"}),
     "split, bf16 pulled": Variant(config=BF16),
+    "late": Variant("nccl", config={"prefetch_depth": 0, **BY_NCCL}),
     "serialised, pulled": Variant(config={"serialize": True}),
-    "split, our defaults": Variant(),
+    "split, 8 CTAs": Variant("narrow", config=BY_NCCL),
+    "split, bf16, 16 CTAs": Variant("balanced", config={**BF16, **BY_NCCL}),
 }
 BRIEFLY = (  # of the reference backend, whose stages take twice the time
     "no collectives",
+    OURS,
     "serialised",
     "split, nccl default",
-    "split, 16 CTAs",
-    "split, our defaults",
     "Megatron-core",
 )
 
@@ -98,14 +106,23 @@ class Tower(nn.Module):
 
 
 class _Nothing:
-    """A transport that moves nothing: what is left of a step is compute."""
+    """A transport that moves nothing: what is left of a step is compute.
 
+    Whoever scales besides the transport that this stands in for still does.
+    """
+
+    name = "nothing"
     sms = 0
+
+    def __init__(self, scales: bool = True) -> None:
+        self.scales = scales
 
     def all_gather(self, output: Tensor, shard: Tensor, what: str) -> InFlight:
         return InFlight(self, (output, shard), what)
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor, what: str) -> InFlight:
+    def reduce_scatter(
+        self, shard: Tensor, source: Tensor, what: str, scale: float = 1.0
+    ) -> InFlight:
         return InFlight(self, (shard, source), what)
 
     def wait(self) -> None:
@@ -133,9 +150,25 @@ class Training:
         self.x = x.to(dtype).requires_grad_()
         self.dy = torch.randn_like(self.x)
 
-    def move_nothing(self) -> None:
+    @contextmanager
+    def moving_nothing(self) -> Iterator[None]:
+        """Run whole steps without collectives meanwhile. The replicas drift apart until the next
+        step with them, which makes no difference to its time."""
+        self._rest()
+        transports = [(bucket.gather_by, bucket.reduce_by) for bucket in self.ddp.buckets]
+        for bucket, (_, reduce_by) in zip(self.ddp.buckets, transports, strict=True):
+            bucket.gather_by = bucket.reduce_by = _Nothing(reduce_by.scales)
+        yield
+        self._rest()
+        for bucket, both in zip(self.ddp.buckets, transports, strict=True):
+            bucket.gather_by, bucket.reduce_by = both
+
+    def _rest(self) -> None:
+        """Wait for what the last step left under way: whoever issued a collective waits for it."""
+        self.ddp.finish_param_sync()
         for bucket in self.ddp.buckets:
-            bucket.gather_by = bucket.reduce_by = _Nothing()
+            assert bucket.param_state is ParamState.READY, bucket.name
+            assert bucket.grad_state is not GradState.REDUCING, bucket.name
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -150,8 +183,8 @@ class Training:
 
 
 def run(here: Here) -> None:
-    for shape_name in ("toy",) if here.toy else ("dsv3", "qwen3"):
-        for backend in ("triton", "reference") if here.cuda else ("reference",):
+    for backend in ("triton", "reference") if here.cuda else ("reference",):
+        for shape_name in ("toy",) if here.toy else ("dsv3", "qwen3"):
             if here.seconds_left() < 25:
                 here.say(f"no time left for {shape_name}, {backend}")
                 return
@@ -172,37 +205,36 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
     for name, variant in variants.items():
         if backend == "reference" and here.cuda and name not in BRIEFLY:
             continue
-        if here.seconds_left() < 8:
+        if here.seconds_left() < 15:
             here.say(f"  no time left for {name} and after")
             return
         training: Training | megatron.MegatronTraining
+        bound, paired = None, None
         try:
             if variant is None:
                 training = megatron.MegatronTraining(here, model, shape)
+                ms, spread = steps(here, training.step)
+            elif name == "no collectives":
+                training = Training(here, model, shape, variant)
+                with training.moving_nothing():
+                    stages = _stage_times(here, training)
+                    ms, spread = steps(here, training.step)
+                base = ms
+            elif name.startswith("split"):
+                training = Training(here, model, shape, variant)
+                ms, spread, paired = in_pairs(here, training)
+                bound = _bound(here, training, stages)
             else:
                 training = Training(here, model, shape, variant)
-                if name == "no collectives":
-                    training.move_nothing()
-                    stages = _stage_times(here, training)
-            ms, spread = steps(here, training.step)
-            bound = None
-            if variant is not None and name.startswith("split"):
-                bound = _bound(here, training, stages)
+                ms, spread = steps(here, training.step)
             training.close()
         except (RuntimeError, ValueError) as error:  # out of memory, a kernel that cannot
             here.say(f"  {name}: {type(error).__name__}: {error}")
             here.note(shape=shape_name, backend=backend, variant=name, error=str(error))
             return
-        base = base or ms
+        exposed = paired or Exposed(ms - base, ())
         here.say(
-            f"  {name:22}{ms:9.2f} ms  ({spread[0]:.2f} to {spread[1]:.2f})"
-            f"  exposed {ms - base:7.2f}"
-            + (
-                ""
-                if bound is None
-                else f"  bound {bound['forward']:6.2f} + {bound['backward']:6.2f}"
-            )
-            + ("" if not bound else f"  over it {(ms - base) / _total(bound):5.2f}")
+            f"  {name:22}{ms:9.2f} ms  ({spread[0]:.2f} to {spread[1]:.2f})" + _say(exposed, bound)
         )
         here.note(
             shape=shape_name,
@@ -210,12 +242,37 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
             variant=name,
             step_ms=ms,
             range_ms=spread,
-            exposed_ms=ms - base,
+            exposed_ms=exposed.ms,
+            paired_ms=exposed.pairs,
             bound_ms=bound,
             stages_ms=stages,
         )
         del training
         _free()
+
+
+class Exposed(NamedTuple):
+    """What collectives add to a step.
+
+    Attributes:
+        ms: The median of the pairs, where there are some.
+        pairs: Of each pair of blocks, one with and one without collectives.
+    """
+
+    ms: float
+    pairs: tuple[float, ...]
+
+
+def _say(exposed: Exposed, bound: dict[str, float] | None) -> str:
+    text = f"  exposed {exposed.ms:7.2f}"
+    if exposed.pairs:
+        text += f"  ({min(exposed.pairs):.2f} to {max(exposed.pairs):.2f})"
+    if bound is not None:
+        text += (
+            f"  bound {bound['forward']:5.2f} + {bound['backward']:5.2f}"
+            f"  over it {exposed.ms / _total(bound):5.2f}"
+        )
+    return text
 
 
 def _free() -> None:
@@ -226,11 +283,47 @@ def _free() -> None:
 
 def steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, float]]:
     """Median and range of single steps in a row, of the slowest rank."""
-    warm, count = (1, 2) if here.toy else (4, 8)
+    times = here.slowest(_timed(here, step, *((1, 2) if here.toy else (4, 8))))
+    return statistics.median(times), (min(times), max(times))
+
+
+def in_pairs(here: Here, training: Training) -> tuple[float, tuple[float, float], Exposed]:
+    """Median and range of single steps with collectives, and what these add to a block's mean.
+
+    Each pair runs its two blocks in the other order than the one before: a drift then counts for
+    and against.
+    """
+    single: list[float] = []
+    differences = []
+
+    def with_collectives() -> float:
+        times = _timed(here, training.step, 1, BLOCK)
+        single.extend(here.slowest(times))
+        return here.slowest([statistics.fmean(times)])[0]
+
+    def without() -> float:
+        with training.moving_nothing():
+            times = _timed(here, training.step, 1, BLOCK)
+        return here.slowest([statistics.fmean(times)])[0]
+
+    _timed(here, training.step, 2, 0)  # the orders are learned, the allocator has grown
+    for pair in range(2 if here.toy else PAIRS):
+        if pair % 2:
+            less = without()
+            more = with_collectives()
+        else:
+            more = with_collectives()
+            less = without()
+        differences.append(more - less)
+    exposed = Exposed(statistics.median(differences), tuple(differences))
+    return statistics.median(single), (min(single), max(single)), exposed
+
+
+def _timed(here: Here, step: Callable[[], None], warm: int, count: int) -> list[float]:
+    """This rank's times of single steps in a row, in ms."""
+    here.barrier()
     for _ in range(warm):
         step()
-    here.barrier()
-    times = []
     if here.cuda:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
@@ -238,12 +331,12 @@ def steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, flo
             step()
             event.record()
         torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-    else:
-        times = [here.medians({"step": step}, 1)["step"] for _ in range(count)]
-    slowest = torch.tensor([statistics.median(times), max(times)], device=here.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest[0]), (min(times), float(slowest[1]))
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    marks = [time.perf_counter()]
+    for _ in range(count):
+        step()
+        marks.append(time.perf_counter())
+    return [(b - a) * 1e3 for a, b in itertools.pairwise(marks)]
 
 
 def _total(bound: dict[str, float]) -> float:

@@ -19,6 +19,7 @@ from overlap.megatron.layout import (
     default_bucket_size,
     plan_buckets,
 )
+from overlap.megatron.nccl import write_nccl_config
 
 if TYPE_CHECKING:
     from overlap.megatron.wiring import ddp_config, finish_in_flight, take_waited_ms, wrap
@@ -38,6 +39,7 @@ __all__ = [
     "plan_buckets",
     "take_waited_ms",
     "wrap",
+    "write_nccl_config",
 ]
 
 _NEED_MEGATRON = ("ddp_config", "finish_in_flight", "take_waited_ms", "wrap")

@@ -9,9 +9,12 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from overlap.megatron.layout import Chunk, MegatronBucket, Parameter, bucket_name
+from overlap.megatron.nccl import environment
+from overlap.nccl import ctas_of_group
 from overlap.parameters import is_expert, is_weight_module
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "diagnose",
     "explain",
     "module_paths",
+    "process_group",
     "watch_order",
 ]
 
@@ -54,11 +58,13 @@ class Finding:
 class Explanation:
     """A model chunk's buckets in the order of their gathers, and what is wrong with them.
 
-    ``str()`` lists both. `findings` is empty where nothing stands in the way of hiding.
+    ``str()`` lists both. `findings` is empty where nothing stands in the way of hiding; `notes`
+    say what could make the hiding save more time.
     """
 
     chunk: Chunk
     findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def hides(self) -> bool:
@@ -73,6 +79,7 @@ class Explanation:
                 f"{'s' * (count > 1)}, {'edp' if bucket.expert else 'dp'} x{bucket.group_size}"
             )
         lines += [f"  PROBLEM {finding}" for finding in self.findings]
+        lines += [f"  NOTE {note}" for note in self.notes]
         if not any(bucket.weight_modules for bucket in self.chunk.buckets):
             lines.append("  it has no split MoE layer, and nothing that could hide")
         elif self.hides:
@@ -195,7 +202,17 @@ def explain(ddp: Any, forward: Callable[[], Any] | None = None) -> Explanation:
             forward()
         order = tuple(seen)
     chunk = describe(ddp, order)
-    return Explanation(chunk, diagnose(chunk))
+    return Explanation(chunk, diagnose(chunk), tuple(_notes(ddp)))
+
+
+def _notes(ddp: Any) -> Iterator[str]:
+    groups = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
+    if any(ctas_of_group(process_group(group)) is None for group in groups):
+        yield (
+            "NCCL chooses how many CTAs the collectives take, so the stages cannot leave as many "
+            "SMs free: give initialize_model_parallel(nccl_communicator_config_path=...) the file "
+            f"of overlap.megatron.write_nccl_config, or set {environment()} for every group"
+        )
 
 
 def describe(ddp: Any, use_order: tuple[str, ...] = ()) -> Chunk:
@@ -226,16 +243,18 @@ def buckets_of_groups(ddp: Any) -> dict[Any, list[MegatronBucket]]:
                 members = tuple(parameters[param] for param in bucket.params_list)
                 name = bucket_name(members, expert, bucket.bucket_id)
                 numel = bucket.grad_data.numel()
-                found[group].append(
-                    MegatronBucket(name, members, numel, expert, _group_size(group))
-                )
+                size = process_group(group).size()
+                found[group].append(MegatronBucket(name, members, numel, expert, size))
     return found
 
 
-def _group_size(group: Any) -> int:
-    if hasattr(group, "intra_distributed_optimizer_instance_size"):
-        return int(group.intra_distributed_optimizer_instance_size)
-    return int(group.data_parallel_group.size())
+def process_group(bucket_group: Any) -> dist.ProcessGroup:
+    """Return the group that a bucket group's collectives run in."""
+    if hasattr(bucket_group, "intra_distributed_optimizer_instance_group"):
+        group: dist.ProcessGroup = bucket_group.intra_distributed_optimizer_instance_group
+    else:
+        group = bucket_group.data_parallel_group
+    return group
 
 
 def _stage(pp_group: Any) -> int:

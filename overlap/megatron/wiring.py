@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -15,9 +16,18 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from overlap.budget import SmBudget, attach
 from overlap.errors import SplitLostError, WrapError
-from overlap.megatron.explain import buckets_of_groups, explain, module_paths, watch_order
+from overlap.megatron.explain import (
+    buckets_of_groups,
+    explain,
+    module_paths,
+    process_group,
+    watch_order,
+)
+from overlap.nccl import ctas_of_group
 from overlap.parameters import is_weight_module
+from overlap.streams import Streams
 from overlap.waiting import WaitClock
 from profiling.ranges import Kind, span
 
@@ -48,12 +58,14 @@ def wrap(
     own_buckets: bool = True,
     strict: bool = False,
     measure_waits: bool = False,
+    collective_sms: int | None = None,
 ) -> list[Any]:
     """Wrap this rank's model chunks in Megatron-core's DDP, so that their collectives hide.
 
     Each expert weight gets a bucket of its own, on every pipeline stage and in every chunk; the
     bucket size goes on for the other parameters. The first gathers of a forward are issued when it
-    begins. Every gather, reduce-scatter and wait is inside a profiler range.
+    begins. Every gather, reduce-scatter and wait is inside a profiler range. Modules with a
+    ``set_sm_budget`` are told how many SMs the collectives take that are under way.
 
     Build the optimizer from what is returned, as always. `explain` says what came out.
 
@@ -65,11 +77,16 @@ def wrap(
         strict: Raise where a collective could not hide, also after the first forward if that used
             the weights in another order than their gathers'.
         measure_waits: Let `take_waited_ms` tell how long compute stood still.
+        collective_sms: SMs that the stages leave free while a collective is under way. None takes
+            what the groups' NCCL options say (see `write_nccl_config`), 0 where NCCL chooses.
 
     Raises:
         WrapError: A chunk is wrapped already.
+        ValueError: collective_sms is negative.
         SplitLostError: See ``strict``.
     """
+    if collective_sms is not None and collective_sms < 0:
+        raise ValueError(f"collective_sms must be 0 or more, got {collective_sms}")
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     wrapped = []
     for chunk in chunks:
@@ -88,6 +105,7 @@ def wrap(
             )
         _wire(ddp, strict, measure_waits)
         wrapped.append(ddp)
+    _budget(wrapped, collective_sms)
     if strict:
         _raise_lost(wrapped)
     return wrapped
@@ -135,14 +153,36 @@ def _wire(ddp: Any, strict: bool, measure_waits: bool) -> None:
         if hasattr(module, "range_name"):
             setattr(module, "range_name", path)  # noqa: B010 - torch declares no such attribute
     ddp.wait_clock = WaitClock(next(ddp.module.parameters()).device, enabled=measure_waits)
-    for group, buckets in buckets_of_groups(ddp).items():
-        _annotate(group, ",".join(bucket.name for bucket in buckets), ddp.wait_clock)
     ddp.module.register_forward_pre_hook(lambda *_: _start_gathers(ddp), prepend=True)
     _watch_first_forward(ddp, strict)
 
 
-def _annotate(group: Any, name: str, clock: WaitClock) -> None:
-    """Put a bucket group's collectives and its waits for them into ranges."""
+def _budget(model_chunks: list[Any], collective_sms: int | None) -> None:
+    """Hand the stages of all chunks one budget, since they share the groups, and surround every
+    collective."""
+    books = SmBudget(Streams(next(model_chunks[0].module.parameters()).device))
+    lanes: dict[Any, _Lane] = {}
+    for ddp in model_chunks:
+        for group, buckets in buckets_of_groups(ddp).items():
+            ranks = process_group(group)
+            if ranks not in lanes:
+                sms = ctas_of_group(ranks) if collective_sms is None else collective_sms
+                lanes[ranks] = _Lane(0 if ranks.size() == 1 else sms or 0)
+            name = ",".join(bucket.name for bucket in buckets)
+            _surround(group, name, ddp.wait_clock, books, lanes[ranks])
+    books.expect(*lanes.values())
+    attach(books, model_chunks[0], nn.ModuleList(model_chunks))
+
+
+@dataclass(frozen=True, eq=False)
+class _Lane:
+    """A process group, whose collectives run one after the other."""
+
+    sms: int
+
+
+def _surround(group: Any, name: str, clock: WaitClock, books: SmBudget, lane: _Lane) -> None:
+    """Put a bucket group's collectives and its waits for them into ranges and into the books."""
     start_param_sync, start_grad_sync = group.start_param_sync, group.start_grad_sync
 
     def gather(*args: Any, **kwargs: Any) -> None:
@@ -152,9 +192,7 @@ def _annotate(group: Any, name: str, clock: WaitClock) -> None:
         with span(Kind.PARAM_GATHER, name):
             start_param_sync(*args, **kwargs)
         if group.param_gather_handle is not None:
-            group.param_gather_handle = _Handle(
-                group.param_gather_handle, Kind.PARAM_WAIT, name, clock
-            )
+            group.param_gather_handle = watched(group.param_gather_handle, Kind.PARAM_WAIT)
 
     def reduce(*args: Any, **kwargs: Any) -> None:
         if group.grad_reduce_handle is not None:  # of the first iteration: it does nothing, then
@@ -163,22 +201,35 @@ def _annotate(group: Any, name: str, clock: WaitClock) -> None:
         with span(Kind.GRAD_REDUCE, name):
             start_grad_sync(*args, **kwargs)
         if group.grad_reduce_handle is not None:
-            group.grad_reduce_handle = _Handle(
-                group.grad_reduce_handle, Kind.GRAD_WAIT, name, clock
-            )
+            group.grad_reduce_handle = watched(group.grad_reduce_handle, Kind.GRAD_WAIT)
+
+    def watched(handle: Any, kind: Kind) -> _Handle:
+        flight = _Handle(handle, kind, name, clock, books, lane)
+        books.issued(lane, flight)
+        return flight
 
     group.start_param_sync, group.start_grad_sync = gather, reduce
 
 
+@dataclass(frozen=True, eq=False)
 class _Handle:
-    """What Megatron-core waits for, in a range and timed."""
+    """What Megatron-core waits for, in a range, timed, and in the books of the SMs."""
 
-    def __init__(self, handle: Any, kind: Kind, name: str, clock: WaitClock) -> None:
-        self._handle, self._kind, self._name, self._clock = handle, kind, name, clock
+    handle: Any
+    kind: Kind
+    name: str
+    clock: WaitClock
+    books: SmBudget
+    lane: _Lane
 
     def wait(self) -> None:
-        with span(self._kind, self._name):
-            self._clock.around(self._handle.wait)
+        with span(self.kind, self.name):
+            self.clock.around(self.handle.wait)
+        self.books.waited(self.lane, self)
+
+    def done(self) -> bool:
+        works = getattr(self.handle, "works", ())  # some of Megatron's handles can only be waited
+        return bool(works) and all(work.is_completed() for work in works)
 
 
 def _start_gathers(ddp: Any) -> None:
