@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from overlap import budget, collectives, parameters
+from overlap import budget, collectives, main_grad, parameters
 from overlap.bucket import Bucket
 from overlap.building import make_buckets
 from overlap.config import OverlapConfig
@@ -87,6 +87,11 @@ class DistributedDataParallel(nn.Module):
             zero_unused=self.config.unused_parameters == "zero",
         )
         self._hooks = Hooks(module, self.buckets, self.gather, self.reduce)
+        if self.config.gradient_accumulation_fusion and self.config.grad_dtype is torch.float32:
+            takers = parameters.takes_main_grad(module)
+            for slot in (slot for bucket in self.buckets for slot in bucket.slots):
+                if slot.param in takers:
+                    main_grad.offer(slot)
         budget.attach(self.sm_budget, self, module)
         ranges.name_modules(module)
 

@@ -50,8 +50,7 @@ class ReduceSchedule:
         self._serialize = serialize
         self._zero_unused = zero_unused
         self._issued = 0  # order[: _issued] have been issued
-        self._dirty = False  # a gradient has arrived since the last reset
-        self._started = False  # ... in the last microbatch
+        self._started = False  # a gradient of the last microbatch has arrived
         self._finished = False
         self._readied: dict[Bucket, None] | None = {}  # in order; None once learned
 
@@ -66,7 +65,6 @@ class ReduceSchedule:
         if slot.forward != self._gather.iteration:
             self._gather.used_outside_forward(slot)
         bucket.accumulate(slot, grad)
-        self._dirty = True
         if self.sync and not slot.reported:
             slot.reported = self._started = True
             bucket.missing -= 1
@@ -146,11 +144,10 @@ class ReduceSchedule:
         other ranks count on it."""
         if self._started and not self._finished:
             self._finish()
-        if self._dirty or self._finished:
-            for bucket in self.order:
-                bucket.reset_grads()
+        for bucket in self.order:
+            bucket.reset_grads()
         self._issued = 0
-        self._dirty = self._started = self._finished = False
+        self._started = self._finished = False
 
     # What the first iteration teaches
 

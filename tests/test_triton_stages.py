@@ -221,20 +221,6 @@ def test_layers_share_one_budget() -> None:
     assert grid_for(device).resident == total
 
 
-def test_main_grad_takes_the_gradient_in_fp32() -> None:
-    case = make_case(80, 2, 3, 32, 16)
-    want = exact(case)
-    for weight in (case.w1, case.w2):
-        weight.main_grad = torch.ones(weight.shape, device=DEVICE)
-        weight.grad_added_to_main_grad = False
-    for _ in range(2):  # two microbatches
-        forward(case).backward(case.dy)
-    for weight, gradient in ((case.w1, want[3]), (case.w2, want[4])):
-        assert weight.grad_added_to_main_grad
-        error = (weight.main_grad - 1 - 2 * gradient).norm() / (2 * gradient).norm()
-        assert error < (5e-3 if ON_GPU else 1e-5)
-
-
 def test_unneeded_gradients_are_not_computed() -> None:
     case = make_case(20, 2, 3, 32, 16)
     w2 = case.w2.detach()

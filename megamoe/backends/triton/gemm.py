@@ -252,31 +252,34 @@ def weight_grad(
     gather: bool,
     config: TileConfig,
     grid: Grid,
-    add_to: torch.Tensor | None = None,  # [g, M, N] fp32
+    out: torch.Tensor | None = None,  # [g, M, N] fp32
+    add: bool = False,
 ) -> torch.Tensor:
     """Return [g, M, N]: the sum over each expert's rows of a[row] outer b[row]; 0 without rows.
 
-    Padding rows of ``b`` and of an expert-major ``a`` hold zeros. With ``add_to`` the fp32 sum is
-    added there, unrounded, and that tensor is returned.
+    Padding rows of ``b`` and of an expert-major ``a`` hold zeros. With ``out`` the fp32 sum is
+    written there, or added to what is there, unrounded, and that tensor is returned.
     """
     experts, m, n = tables.counts.shape[0], a.shape[1], b.shape[1]
+    stages = config.stages
+    if out is None:
+        out = a.new_empty(experts, m, n)
+    else:
+        stages = min(stages, 3)  # a half tile of fp32 takes twice the room beside the pipeline
     if not tables.row_token.shape[0]:
-        return a.new_zeros(experts, m, n) if add_to is None else add_to
-    out = a.new_empty(experts, m, n) if add_to is None else add_to
+        return out if add else out.zero_()
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tiles = experts * triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
     _weight_grad[(grid.programs(tiles),)](
         a if gather else TensorDescriptor.from_tensor(a, [block_k, block_m]),
         TensorDescriptor.from_tensor(b, [block_k, block_n]),
-        # An fp32 half tile is twice as large; the pipeline gives up a stage for it below.
         TensorDescriptor.from_tensor(out, [1, block_m, block_n // 2]),
         tables.row_token, tables.counts, tables.starts, _counter(grid, a), grid.resident,
         experts, m, n,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-        GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add_to is not None,
+        GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add,
         DYNAMIC=grid.dynamic,
-        num_warps=config.warps,
-        num_stages=config.stages if add_to is None else min(config.stages, 3),
+        num_warps=config.warps, num_stages=stages,
     )  # fmt: skip
     return out
 
