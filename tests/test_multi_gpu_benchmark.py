@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks import multi_gpu
 from benchmarks.ranks.here import Here
+from benchmarks.ranks.staging import TOY_STAGING
 from benchmarks.ranks.step import LAYERS, OURS, SHAPES, VARIANTS
 from benchmarks.ranks.training import Tower, Training
 from overlap import collectives
@@ -30,6 +31,15 @@ def test_a_part_runs_and_leaves_its_facts(tmp_path: Path) -> None:
     for row in rows:
         ms = row["ms"]
         assert row["effective"]["budget 0"] == (ms["serial"] - ms["budget 0"]) / ms["alone"]
+
+
+def test_staging_buffers_are_compared(tmp_path: Path) -> None:
+    assert multi_gpu.main(["--out", str(tmp_path), "--device", "cpu", "--only", "staging"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    rows = results["notes"]["staging"]
+    assert [row["staging_bytes"] for row in rows] == list(TOY_STAGING)
+    for row in rows:
+        assert min(row["alone_ms"], row["together_ms"], row["issue_host_ms"]) > 0
 
 
 def test_whole_steps_are_compared_in_pairs(tmp_path: Path) -> None:

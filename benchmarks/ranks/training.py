@@ -63,7 +63,7 @@ class Tower(nn.Module):
 class _Nothing:
     """A transport that moves nothing: what is left of a step is compute.
 
-    Whoever scales besides the transport that this stands in for still does.
+    Whoever scales or casts besides the transport that this stands in for still does.
     """
 
     name = "nothing"
