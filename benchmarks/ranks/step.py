@@ -18,6 +18,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ from benchmarks.ranks.training import BY_NCCL, Tower, Training, Variant
 from benchmarks.stages import Shape
 
 LAYERS = 4
-PAIRS, BLOCK = 5, 3  # pairs of blocks; timed steps of a block, after one that warms up
+PAIRS, FEWER_PAIRS = 5, 3  # of blocks: for our defaults, and for the other splits
+BLOCK = 3  # timed steps, after one that warms up
 PROFILED = 3  # steps
 NEGLIGIBLE = 0.1  # ms; nothing is compared with a bound that is less
 SHAPES = {
@@ -40,8 +42,6 @@ SHAPES = {
     "qwen3": Shape(8192, 8, 2048, 768, 128),
     "toy": Shape(64, 2, 32, 64, 4),
 }
-
-
 BF16 = {"reduce_dtype": torch.bfloat16}
 OURS = "split, our defaults"
 VARIANTS = {  # what matters most first: where time runs out the tail is lost
@@ -110,9 +110,13 @@ def _compare(here: Here, shape_name: str, backend: str) -> None:
                 base = ms
             elif name.startswith("split"):
                 training = Training(here, model, shape, variant)
-                ms, spread, paired = in_pairs(here, training)
+                ms, spread, paired = in_pairs(
+                    here, training, PAIRS if name == OURS else FEWER_PAIRS
+                )
                 if profiled and name == OURS:
-                    timeline = _profile(here, training, f"step_{shape_name}_our_defaults")
+                    timeline = _timeline(
+                        here, _profile(here, training, f"step_{shape_name}_our_defaults")
+                    )
                 bound = least_exposed(here, training, LAYERS, stages)
             else:
                 training = Training(here, model, shape, variant)
@@ -175,18 +179,25 @@ def _over(exposed: float, bound: float) -> str:
     return f"{exposed / bound:5.2f}" if bound >= NEGLIGIBLE else "    -"
 
 
-def _profile(here: Here, training: Training, name: str) -> dict[str, dict[str, float | None]]:
-    """Keep a profile of a few steps; return, on rank 0, the library's bounds and what was exposed,
-    each a mean of an iteration and rank."""
+def _profile(here: Here, training: Training, name: str) -> Path:
+    """Keep a profile of a few steps."""
     folder = here.out / "profiles" / name
     record(here, training, folder, PROFILED)
-    result: dict[str, dict[str, float | None]] = {}
     if here.rank == 0:
         pack(here, folder)
-        for bound in profiling.check(folder).bounds:
-            result[bound.name] = {"least_ms": bound.least_ms, "exposed_ms": bound.exposed_ms}
-    here.barrier()
-    return result
+    return folder
+
+
+def _timeline(here: Here, folder: Path) -> dict[str, dict[str, float | None]]:
+    """On rank 0, the library's bounds and what was exposed, means of an iteration and rank."""
+    if here.rank:
+        return {}
+    try:
+        bounds = profiling.check(folder).bounds
+    except profiling.LoadError as error:  # the other ranks go on
+        here.say(f"  {error}")
+        return {}
+    return {b.name: {"least_ms": b.least_ms, "exposed_ms": b.exposed_ms} for b in bounds}
 
 
 def _say_timeline(timeline: dict[str, dict[str, float | None]]) -> list[str]:
@@ -214,7 +225,9 @@ def steps(here: Here, step: Callable[[], None]) -> tuple[float, tuple[float, flo
     return statistics.median(times), (min(times), max(times))
 
 
-def in_pairs(here: Here, training: Training) -> tuple[float, tuple[float, float], Exposed]:
+def in_pairs(
+    here: Here, training: Training, pairs: int
+) -> tuple[float, tuple[float, float], Exposed]:
     """Median and range of single steps with collectives, and what these add to a block's mean.
 
     Each pair runs its two blocks in the other order than the one before: a drift then counts for
@@ -234,7 +247,7 @@ def in_pairs(here: Here, training: Training) -> tuple[float, tuple[float, float]
         return here.slowest([statistics.fmean(times)])[0]
 
     _timed(here, training.step, 2, 0)  # the orders are learned, the allocator has grown
-    for pair in range(2 if here.toy else PAIRS):
+    for pair in range(2 if here.toy else pairs):
         if pair % 2:
             less = without()
             more = with_collectives()
