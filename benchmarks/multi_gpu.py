@@ -9,6 +9,7 @@ part has a time budget. Tables are printed, facts go to OUT/results.json.
 
     correct      losses against one process, equal bits, single collectives of random sizes
     effective    collectives beside stage 1, DeepSeek-V3's shape per rank, every transport
+    staging      how large a pulled reduction's pieces should be
     step         whole steps of four layers, every schedule, beside the bound
     profiles     a profile of each schedule on every rank, and the verdicts on them
 
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from benchmarks.ranks.here import Here
 
 # Part: seconds it may take.
-PARTS = {"correct": 90, "effective": 100, "step": 170, "profiles": 60}
+PARTS = {"correct": 90, "effective": 100, "staging": 20, "step": 200, "profiles": 60}
 
 
 def join(rank: int, args: argparse.Namespace, store: str | None) -> torch.device:

@@ -111,13 +111,14 @@ class ReduceSchedule:
         if not self._zero_unused:
             self._check_all_used()
         self._issue_all()
-        if not self._overlap:
-            return []
+        early = self.first_half() if self._overlap else []
+        return early if any(bucket.reducing for bucket in self.order[len(early) :]) else []
+
+    def first_half(self) -> list[Bucket]:
+        """The buckets that hold the half of the bytes which is issued first."""
         reached = itertools.accumulate(bucket.layout.nbytes for bucket in self.order)
         half = sum(bucket.layout.nbytes for bucket in self.order) / 2
-        early = [b for b, so_far in zip(self.order, reached, strict=True) if so_far <= half]
-        travels = any(bucket.reducing for bucket in self.order[len(early) :])
-        return early if travels else []
+        return [b for b, so_far in zip(self.order, reached, strict=True) if so_far <= half]
 
     def _check_all_used(self) -> None:
         unused = [slot.name for bucket in self.order for slot in bucket.slots if not slot.arrived]

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from benchmarks import multi_gpu
 from benchmarks.ranks.here import Here
-from benchmarks.ranks.step import OURS, SHAPES, VARIANTS, Tower, Training
+from benchmarks.ranks.staging import TOY_STAGING
+from benchmarks.ranks.step import LAYERS, OURS, SHAPES, VARIANTS
+from benchmarks.ranks.training import Tower, Training
 from overlap import collectives
 from tests.ranks import Ranks
 
@@ -31,6 +33,15 @@ def test_a_part_runs_and_leaves_its_facts(tmp_path: Path) -> None:
         assert row["effective"]["budget 0"] == (ms["serial"] - ms["budget 0"]) / ms["alone"]
 
 
+def test_staging_buffers_are_compared(tmp_path: Path) -> None:
+    assert multi_gpu.main(["--out", str(tmp_path), "--device", "cpu", "--only", "staging"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    rows = results["notes"]["staging"]
+    assert [row["staging_bytes"] for row in rows] == list(TOY_STAGING)
+    for row in rows:
+        assert min(row["alone_ms"], row["together_ms"], row["issue_host_ms"]) > 0
+
+
 def test_whole_steps_are_compared_in_pairs(tmp_path: Path) -> None:
     assert multi_gpu.main(["--out", str(tmp_path), "--device", "cpu", "--only", "step"]) == 0
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
@@ -38,11 +49,16 @@ def test_whole_steps_are_compared_in_pairs(tmp_path: Path) -> None:
     assert not [row for row in rows.values() if "error" in row]
     assert set(VARIANTS) <= set(rows)
     assert list(rows)[:2] == ["no collectives", OURS]
+    assert {name for name, row in rows.items() if row["timeline"]} == {OURS}
+    for kind in ("no_collectives", "our_defaults"):
+        assert len(list((tmp_path / "profiles" / f"step_toy_{kind}").iterdir())) == 2
     for name, row in rows.items():
         if name.startswith("split"):
             assert len(row["paired_ms"]) == 2
             assert row["exposed_ms"] == statistics.median(row["paired_ms"])
-            assert row["bound_ms"]["fc1 reduce"] > 0
+            bound = row["bound_ms"]
+            assert bound["fc1 reduce"] > 0
+            assert bound["backward"] <= bound["backward, all needed at its end"]
         else:
             assert row["exposed_ms"] == row["step_ms"] - rows["no collectives"]["step_ms"]
 
@@ -54,7 +70,7 @@ def test_collectives_can_be_taken_out_between_steps(ranks: Ranks, tmp_path: Path
 def take_out_and_put_back(out: Path) -> None:
     here = Here(dist.get_rank(), 2, torch.device("cpu"), True, out, out / "notes", math.inf)
     shape = SHAPES["toy"]
-    model = Tower(here, shape, "reference")
+    model = Tower(here, shape, "reference", LAYERS)
     training = Training(here, model, shape, VARIANTS["split, 16 CTAs"])
     weight = model.layers[0].experts.fc1_weight.weight
 

@@ -95,32 +95,35 @@ class Here:
         return [float(value) for value in values.tolist()]
 
     def medians(
-        self, variants: Mapping[str, Callable[[], object]], rounds: int
+        self, variants: Mapping[str, Callable[[], object]], rounds: int, ahead_ms: float = 2.0
     ) -> dict[str, float]:
         """Return each variant's median time in ms, that of the slowest rank.
 
         The variants take turns, every round in another order (the same on all ranks), and the
         ranks begin each together.
+
+        Args:
+            ahead_ms: About how long the host may take to enqueue one without the device waiting.
         """
         marks: dict[str, list[Callable[[], float]]] = {name: [] for name in variants}
         shuffled = random.Random(0)
         for index in range(rounds + 1):
             for name, run in shuffled.sample(sorted(variants.items()), len(variants)):
-                elapsed = self._timed(run)
+                elapsed = self._timed(run, ahead_ms)
                 if index:  # the first round warms up
                     marks[name].append(elapsed)
         self.synchronize()
         mine = [statistics.median(e() for e in elapsed) for elapsed in marks.values()]
         return dict(zip(marks, self.slowest(mine), strict=True))
 
-    def _timed(self, run: Callable[[], object]) -> Callable[[], float]:
+    def _timed(self, run: Callable[[], object], ahead_ms: float) -> Callable[[], float]:
         self.barrier()
         if not self.cuda:
             start = time.perf_counter()
             run()
             ms = (time.perf_counter() - start) * 1e3
             return lambda: ms
-        torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead of the device
+        torch.cuda._sleep(int(ahead_ms * 2e6))  # cycles, in which the host gets ahead
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()
