@@ -189,15 +189,18 @@ def test_dry_run_tells_how_nccl_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "MoELayer"),
-        ([*SPLIT, "--bf16", "false"], "MoELayer, since bf16 is not set"),
-        (SPLIT, "split, backend auto"),
-        ([*SPLIT, "--mega_moe_fused"], "unsplit, so nothing can hide, backend auto"),
+        ([], "MoELayer\n"),
+        ([*SPLIT, "--bf16", "false"], "MoELayer, since bf16 is not set\n"),
+        (SPLIT, "split, backend auto\n"),
+        ([*SPLIT, "--mega_moe_fused"], "unsplit, backend auto\n"),
     ],
     ids=["not asked for", "fp32", "split", "unsplit"],
 )
 def test_dry_run_tells_which_layer_there_will_be(argv: list[str], says: str) -> None:
-    assert f"MoE layer: {says}\n" in str(geometry_of(*argv, "--world_size", "2"))
+    found = geometry_of(*argv, "--world_size", "2")
+    assert f"MoE layer: {says}" in str(found)
+    reasons = [finding.reason for finding in found.findings]
+    assert reasons == ([] if says.startswith("split") else [Reason.NOT_SPLIT])
 
 
 def test_config_files(tmp_path: Path) -> None:
@@ -223,7 +226,7 @@ def test_config_files(tmp_path: Path) -> None:
 
 VARIANTS = [
     ["--enable_primus_turbo", "false", "--q_lora_rank", "32"],
-    ["--q_lora_rank", "32", "--moe_layer_freq", "[0]+[1]"],
+    ["--q_lora_rank", "32", "--moe_layer_freq", "[0]+[1]", "--mega_moe_fused"],
     ["--q_lora_rank", "32", "--mtp_num_layers", "1", "--moe_shared_expert_intermediate_size", "48"],
     ["--multi_latent_attention", "false", "--bf16", "false"],
 ]
@@ -240,13 +243,14 @@ def real_layouts(ep: int, pp: int) -> list[tuple[int, int]]:
     from overlap.megatron.explain import describe
 
     def split(spec: Any) -> Any:
-        return split_spec(spec, MegaMoEOptions(backend="reference")) if is_split(args) else spec
+        return split_spec(spec, options) if is_split(args) else spec
 
     found = []
     for variant in VARIANTS:
         argv = [*SPLIT, *variant, "--device", "cpu", "--dry_run", "--world_size", "4"]
         argv += ["--expert_model_parallel_size", str(ep), "--pipeline_model_parallel_size", str(pp)]
         args = flags.parse(argv)
+        options = MegaMoEOptions(backend="reference", fused=args.mega_moe_fused)
         with megatron_shim.on_cpu():
             megatron_shim.initialize(ep, pp)
             config = model.transformer_config(args)

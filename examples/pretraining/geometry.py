@@ -128,8 +128,7 @@ def _layer(args: argparse.Namespace) -> str:
     if not is_split(args):
         asked_for = args.enable_primus_turbo and args.use_turbo_mega_moe
         return "MoELayer, since bf16 is not set" if asked_for else "MoELayer"
-    shape = "unsplit, so nothing can hide" if args.mega_moe_fused else "split"
-    return f"{shape}, backend {args.mega_moe_backend}"
+    return f"{'unsplit' if args.mega_moe_fused else 'split'}, backend {args.mega_moe_backend}"
 
 
 def _nccl(args: argparse.Namespace) -> str:
@@ -244,17 +243,19 @@ def _stage(
     bucket_size: int | None = args.ddp_bucket_size or default_bucket_size(data_parallel)
     if number > 0 or not args.overlap_grad_reduce:
         bucket_size = None  # Megatron buckets on the first stage only
+    buckets = plan_buckets(
+        parameters,
+        bucket_size=bucket_size,
+        dense_group_size=data_parallel,
+        expert_group_size=expert_data_parallel,
+        own_buckets=args.own_expert_buckets,
+    )
     chunk = Chunk(
-        buckets=plan_buckets(
-            parameters,
-            bucket_size=bucket_size,
-            dense_group_size=data_parallel,
-            expert_group_size=expert_data_parallel,
-            own_buckets=args.own_expert_buckets,
-        ),
+        buckets=buckets,
         bucket_size=bucket_size,
         overlap_param_gather=args.overlap_param_gather,
         overlap_grad_reduce=args.overlap_grad_reduce,
         stage=number,
+        fused=args.mega_moe_fused and any(bucket.weight_modules for bucket in buckets),
     )
     return Stage(number, layers, parts, chunk, diagnose(chunk))
