@@ -3,10 +3,14 @@
     python benchmarks/megatron_layer.py                     # one GPU, DeepSeek-V3 with 24 experts
     python benchmarks/megatron_layer.py --config tiny ...   # any flags of pretrain_megatron.py
 
+    python benchmarks/megatron_layer.py --deterministic     # by torch's deterministic algorithms
+
 Forward, backward and optimizer step on one rank. Every variant has a process of its own, since
 Megatron's buffers and hooks outlive a model; the first one's weights reach the others in a file. A
 size that does not fit is refused beforehand. MoELayer runs the best of its expert paths that is
-installed; which one is printed. Afterwards one of our layers is captured in a CUDA graph.
+installed; which one is printed. It runs twice: what its losses differ by is the noise of a run. A
+loss difference before any update of the weights is the layers' own, rounding included. Afterwards
+one of our layers is captured in a CUDA graph.
 
 `--device cpu` runs the same code under the tests' shim: a test, whose times mean nothing.
 """
@@ -16,10 +20,10 @@ from __future__ import annotations
 import argparse
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 import torch
 import torch.distributed as dist
 
+from benchmarks.marks import Marks
+from benchmarks.megatron_weights import share_weights
 from examples.pretraining import flags, model
 from examples.pretraining.data import batches
 from examples.pretraining.engines import MegatronEngine
@@ -46,10 +52,12 @@ DEFAULTS = (
 OURS = ("--enable_primus_turbo", "--use_turbo_mega_moe")
 VARIANTS: dict[str, tuple[str, ...]] = {  # the first is what the others are compared with
     "MoELayer": (),
+    "MoELayer, again": (),
     "ours, split": OURS,
     "ours, unsplit": (*OURS, "--mega_moe_fused"),
 }
 WARMUP = 3  # steps that are not timed
+DETERMINISTIC = "--deterministic"
 
 # Of a parameter, on one rank: bf16 weight, fp32 gradient and master, Adam's two moments, and the
 # roots of the second ones, which torch's AdamW has beside them for all parameters at once.
@@ -57,8 +65,18 @@ BYTES = 2 + 4 + 4 + 2 * 4 + 4
 USABLE = 0.9  # of the free memory; the rest is for activations and what libraries take
 
 
+HEADER = (
+    f"{'layer':<15} {'ms/step':>9} {'spread':>15} {'fwd+bwd':>9} {'optimizer':>9} {'peak GiB':>9} "
+    f"{'f+b GiB':>8} {'last loss':>10} {'first off':>9} {'most off':>9}  experts"
+)
+
+
 def main(argv: Sequence[str]) -> int:
+    deterministic = DETERMINISTIC in argv
+    argv = [word for word in argv if word != DETERMINISTIC]
     variants = {name: flags.parse([*DEFAULTS, *own, *argv]) for name, own in VARIANTS.items()}
+    for args in variants.values():
+        args.deterministic = deterministic
     first, split = variants["MoELayer"], variants["ours, split"]
     if first.train_iters <= WARMUP:
         print(f"train_iters {first.train_iters} leaves no step to time: give more than {WARMUP}")
@@ -68,8 +86,7 @@ def main(argv: Sequence[str]) -> int:
     if free is not None and (refused := refusal(first, free)):
         print(refused)
         return 2
-    header = f"{'ms/step':>9} {'spread':>15} {'peak GiB':>9} {'last loss':>10} {'loss off':>9}"
-    print(f"{'layer':<15} {header}  experts", flush=True)
+    print(HEADER, flush=True)
     want, failed = None, False
     with tempfile.TemporaryDirectory(prefix="megatron-layer-") as folder:
         weights = Path(folder) / "weights.pt"
@@ -81,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
                 failed = True
                 continue
             if name == "MoELayer":
-                want = torch.tensor(row["losses"])
+                want = torch.tensor(row["losses"], dtype=torch.float64)
             print(line(name, row, want), flush=True)
         try:
             print(alone(partial(captured, split), split))
@@ -92,12 +109,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def line(name: str, row: dict[str, Any], want: torch.Tensor | None) -> str:
-    """A variant's row; `loss off` is the largest relative difference of a step's loss."""
-    off = "" if want is None else f"{(torch.tensor(row['losses']) / want - 1).abs().max():.1e}"
+    """A variant's row.
+
+    "f+b GiB" is the peak of forward and backward over what the state takes (weights, gradients,
+    moments); "off" are relative differences of the loss, in the first step (before any update) and
+    in the one where it is largest.
+    """
+    ms, step = row["ms"], row["optimizer_ms"]
+    passes = [total - own for total, own in zip(ms, step, strict=True)]
+    off = [""] * 2
+    if want is not None:
+        differences = (torch.tensor(row["losses"], dtype=torch.float64) / want - 1).abs()
+        off = [f"{float(differences[0]):.1e}", f"{float(differences.max()):.1e}"]
     return (
-        f"{name:<15} {statistics.median(row['ms']):>9.1f} "
-        f"{min(row['ms']):>7.1f}-{max(row['ms']):<7.1f} {row['gib']:>9.2f} "
-        f"{row['losses'][-1]:>10.5f} {off:>9}  {row['path']}"
+        f"{name:<15} {statistics.median(ms):>9.1f} {min(ms):>7.1f}-{max(ms):<7.1f} "
+        f"{statistics.median(passes):>9.1f} {statistics.median(step):>9.1f} "
+        f"{row['gib']:>9.2f} {row['passes_gib']:>8.2f} "
+        f"{row['losses'][-1]:>10.5f} {off[0]:>9} {off[1]:>9}  {row['path']}"
     )
 
 
@@ -134,6 +162,9 @@ def alone(work: Callable[[], Any], args: argparse.Namespace) -> Any:
 
 
 def as_one_rank(work: Callable[[], Any], args: argparse.Namespace) -> Any:
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # before CUDA starts
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if args.device == "cuda":
         return _as_one_rank(work, args)
     from tests import megatron_shim
@@ -171,7 +202,8 @@ def describe(args: argparse.Namespace) -> str:
         f"{args.num_layers} layers ({args.moe_layer_freq}), hidden {args.hidden_size}, "
         f"{args.num_experts} experts of {args.moe_ffn_hidden_size}, top {args.moe_router_topk}, "
         f"{args.micro_batch_size} x {args.seq_length} tokens, {'bf16' if args.bf16 else 'fp32'}, "
-        f"{args.train_iters - WARMUP} timed steps\n"
+        f"{args.train_iters - WARMUP} timed steps, "
+        f"{'deterministic' if args.deterministic else 'any'} algorithms\n"
         f"a variant needs {needed(args) / 2**30:.1f} GiB, {BYTES} bytes per parameter, "
         "and its activations"
     )
@@ -190,66 +222,44 @@ def enabled(args: argparse.Namespace) -> Iterator[None]:
 
 def run(args: argparse.Namespace, weights: Path) -> dict[str, Any]:
     """Train; the first model's weights go into the file ``weights``, from there into later ones."""
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu(args) else CPU
     config = model.transformer_config(args)
     with enabled(args):
         chunks = model.build_chunks(args, config)
     path = share_weights(chunks[0], weights)
     engine = MegatronEngine(args, config, chunks)
     data = batches(args, 0, 1, device)
-    times, losses = [], []
+    losses, marks = [], Marks(on_gpu(args))
+    update = engine.optimizer.step
+
+    def step() -> Any:
+        marks.set()
+        result = update()
+        marks.set()
+        return result
+
+    engine.optimizer.step = step
     for _ in range(args.train_iters):
-        if on_gpu:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+        marks.set()
         loss, _ = engine.train_step(data, args.global_batch_size // args.micro_batch_size)
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
+        marks.set()
         losses.append(loss)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
-    return {"ms": times[WARMUP:], "losses": losses, "gib": peak, "path": path}
-
-
-@torch.no_grad()
-def share_weights(chunk: Any, file: Path) -> str:
-    """Keep or take the weights; return the class that holds the experts."""
-    params = dict(chunk.named_parameters())
-    if not file.exists():
-        torch.save(under_our_names(params), file)
-    else:
-        weights = torch.load(file, mmap=True)
-        missing = params.keys() ^ weights.keys()
-        assert not missing, missing
-        for name, param in params.items():
-            param.copy_(weights[name])
-    holders = {
-        type(module.experts).__name__
-        for module in chunk.modules()
-        if isinstance(getattr(module, "experts", None), torch.nn.Module)
+    timed = marks.steps()[WARMUP:]
+    return {
+        "ms": [total for total, *_ in timed],
+        "optimizer_ms": [own for _, own, *_ in timed],
+        "gib": max(peak for *_, peak, _ in timed),
+        "passes_gib": max(passes for *_, passes in timed),
+        "losses": losses,
+        "path": path,
     }
-    return ", ".join(sorted(holders))
 
 
-def under_our_names(params: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Copies on the host of MoELayer's parameters, the experts' stacked as ours are."""
-    result: dict[str, torch.Tensor] = {}
-    stacks: dict[str, list[torch.Tensor]] = {}
-    for name, param in params.items():
-        value = param.detach().cpu().clone()
-        head, sequential, tail = name.partition(".local_experts.")
-        if sequential:  # experts.local_experts.3.linear_fc1.weight
-            which = tail.split(".")[1]
-            stacks.setdefault(f"{head}.{which}", []).append(value)
-        elif ".experts.linear_fc" in name:  # TEGroupedMLP: experts.linear_fc1.weight3
-            stacks.setdefault(name.rpartition(".")[0], []).append(value)
-        else:
-            result[name] = value
-    for path, parts in stacks.items():
-        head, _, which = path.rpartition(".")
-        result[f"{head}.{which.removeprefix('linear_')}_weight.weight"] = torch.stack(parts)
-    return result
+CPU = torch.device("cpu")
+
+
+def on_gpu(args: argparse.Namespace) -> bool:
+    return bool(args.device == "cuda")
 
 
 def captured(args: argparse.Namespace) -> str:

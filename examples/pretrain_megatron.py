@@ -2,16 +2,21 @@
 
     torchrun --nproc-per-node 8 examples/pretrain_megatron.py --config deepseek_v2_lite --mock_data
     python examples/pretrain_megatron.py --config deepseek_v3 --dry_run --world_size 512 ...
+    python examples/pretrain_megatron.py --config tiny --mock_data --device cpu --world_size 4
 
-`--dry_run` checks every flag and prints the geometry without GPUs. See docs/megatron.md.
+The last one starts its ranks itself, for a trial without GPUs. `--dry_run` checks every flag and
+prints the geometry without GPUs. See docs/megatron.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
@@ -38,16 +43,43 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.device == "cuda":
+        _run(args)
+    elif "RANK" in os.environ:
+        _run_on_cpu(int(os.environ["RANK"]), args)
+    else:
+        import torch
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = args.world_size or 1
+            store = {"init_method": f"file://{folder}/store", "world_size": ranks}
+            torch.multiprocessing.spawn(_run_on_cpu, (args, store), nprocs=ranks)
+    return 0
+
+
+def _run_on_cpu(
+    rank: int, args: argparse.Namespace, store: Mapping[str, Any] | None = None
+) -> None:
+    """Train as one rank, started by torchrun or, with a ``store``, by this script."""
+    from examples.train_moe import share_cores
+    from tests import megatron_shim  # Megatron-core itself asks for a GPU
+
+    share_cores(store["world_size"] if store else int(os.environ["LOCAL_WORLD_SIZE"]))
+    with megatron_shim.on_cpu():
+        _run(args, **({"rank": rank, **store} if store else {}))
+
+
+def _run(args: argparse.Namespace, **launch: Any) -> None:
     import torch.distributed as dist
 
     from examples.pretraining import training
 
-    training.initialize(args)
+    training.initialize(args, **launch)
     try:
         training.train(args)
     finally:
         dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ both expert weights at one call site, so that neither collective can hide.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import sys
 import tempfile
@@ -107,6 +108,11 @@ def share_cores(ranks: int) -> None:
         # stage that is to hide those bytes.
         with suppress(PermissionError):  # some containers forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # glibc gives large tensors back to the system and faults them in again at every use.
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the highest it takes
 
 
 def mock_tokens(vocab: int, shape: tuple[int, int], seed: int) -> Iterator[Tensor]:
@@ -278,9 +284,6 @@ def main(argv: list[str] | None = None) -> int:
         run_rank(int(os.environ["RANK"]), args)
         return 0
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
-    # glibc gives large tensors back to the system and faults them in again at every use.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**25))
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**25))
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         torch.multiprocessing.spawn(run_rank, (args, store), nprocs=args.ranks)

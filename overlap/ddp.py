@@ -91,7 +91,7 @@ class DistributedDataParallel(nn.Module):
             takers = parameters.takes_main_grad(module)
             for slot in (slot for bucket in self.buckets for slot in bucket.slots):
                 if slot.param in takers:
-                    main_grad.offer(slot)
+                    main_grad.offer(slot, self.reduce)
         budget.attach(self.sm_budget, self, module)
         ranges.name_modules(module)
 

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["hook_will_run", "offer", "reset", "take", "withdraw"]
 
 
-def offer(slot: Slot) -> None:
-    """Make the offer for ``slot``, whose ``main_grad`` is set and in fp32."""
+def offer(slot: Slot, schedule: object) -> None:
+    """Make the offer for ``slot``, whose ``main_grad`` is set and in fp32, as long as ``schedule``
+    lives, to whom the parameter's hook reports."""
     slot.offered = True
     slot.param.zero_out_wgrad = True  # type: ignore[attr-defined]
-    slot.param.get_main_grad = _GetMainGrad(slot)  # type: ignore[attr-defined]
+    slot.param.get_main_grad = _GetMainGrad(slot, schedule)  # type: ignore[attr-defined]
     reset(slot)
 
 
@@ -87,12 +88,21 @@ class _GetMainGrad:
     """``param.get_main_grad``. The parameter may outlive the engine and be copied or pickled; the
     offer dies with the engine and does not go along."""
 
-    def __init__(self, slot: Slot | None = None) -> None:
-        self._slot = None if slot is None else weakref.ref(slot)
+    def __init__(self, slot: Slot, schedule: object) -> None:
+        self._slot, self._schedule = weakref.ref(slot), weakref.ref(schedule)
 
     def __call__(self) -> Tensor | None:
-        slot = self._slot and self._slot()
-        return slot.bucket.open_for_writing(slot) if slot else None
+        slot = self._slot()
+        if slot is None or self._schedule() is None:
+            return None
+        return slot.bucket.open_for_writing(slot)
 
-    def __reduce__(self) -> tuple[type[_GetMainGrad], tuple[()]]:
-        return _GetMainGrad, ()
+    def __reduce__(self) -> tuple[type[_Nobody], tuple[()]]:
+        return _Nobody, ()
+
+
+class _Nobody:
+    """What becomes of the offer in a copy or a pickle."""
+
+    def __call__(self) -> None:
+        return None

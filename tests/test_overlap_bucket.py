@@ -132,7 +132,7 @@ class Write(torch.autograd.Function):
 def check_streams_of_a_writer() -> None:
     bucket, streams = make()
     [slot] = bucket.slots
-    main_grad.offer(slot)
+    main_grad.offer(slot, streams)
     slot.param.register_post_accumulate_grad_hook(lambda p: bucket.accumulate(slot, p.grad))
     assert slot.param.get_main_grad() is None  # no backward is running
     Write.apply(slot.param, slot, streams).backward()

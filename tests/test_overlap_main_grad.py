@@ -287,6 +287,7 @@ def check_copies() -> None:
     assert loaded.get_main_grad() is None
     twin.weights[1].weight = loaded
     twin.weights[1].weight.data.copy_(model.weights[1].weight.data)
+    ddp.zero_grad()
     del ddp
     gc.collect()
     for orphan in (twin, model):

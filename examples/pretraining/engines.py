@@ -149,7 +149,7 @@ class NativeEngine:
     def __init__(self, args: argparse.Namespace, config: Any, chunks: list[nn.Module]) -> None:
         (model,) = chunks
         self.args = args
-        groups = ProcessGroups.build(args.expert_model_parallel_size)
+        groups = ProcessGroups.build(args.expert_model_parallel_size, nccl=args.nccl_preset)
         self.ddp = overlap.DistributedDataParallel(
             model,
             OverlapConfig(

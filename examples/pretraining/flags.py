@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from overlap.nccl import PRESETS
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -213,6 +216,21 @@ def build_parser() -> argparse.ArgumentParser:
     add(parallel, "overlap_grad_reduce", True, bool)
     add(parallel, "ddp_bucket_size", help="elements; Megatron's default where left out")
     add(parallel, "own_expert_buckets", True, bool, help="a bucket per expert weight")
+    add(
+        parallel,
+        "nccl_preset",
+        "balanced",
+        str,
+        choices=sorted(PRESETS),
+        help="how NCCL runs the collectives that are to hide",
+    )
+    add(
+        parallel,
+        "nccl_communicator_config_path",
+        None,
+        str,
+        help="Megatron's own file of NCCL options; wins over nccl_preset",
+    )
     add(parallel, "strict_overlap", False, bool, help="refuse a set-up in which nothing can hide")
 
     memory = parser.add_argument_group("recomputation and graphs")
@@ -226,12 +244,12 @@ def build_parser() -> argparse.ArgumentParser:
     add(memory, "cuda_graph_warmup_steps", 3)
 
     running = parser.add_argument_group("running")
-    add(running, "device", "cuda", str, choices=["cuda", "cpu"], help="cpu: for tests")
+    add(running, "device", "cuda", str, choices=["cuda", "cpu"], help="cpu: a trial without GPUs")
     add(running, "profile", None, str, help="folder to record every rank's profile into")
     add(running, "profile_start", 3, help="step at which recording begins, from 0")
     add(running, "profile_steps", 3)
     add(running, "dry_run", False, bool, help="check every flag, print the geometry, and stop")
-    add(running, "world_size", help="ranks of a dry run; of the launch where left out")
+    add(running, "world_size", help="ranks of a dry run or on a CPU; of the launch where left out")
     return parser
 
 
@@ -270,6 +288,16 @@ def validate(args: argparse.Namespace) -> None:
             "engine native has no pipeline: set pipeline_model_parallel_size 1, or engine megatron",
         ),
         (
+            bool(args.nccl_communicator_config_path)
+            and not Path(args.nccl_communicator_config_path).is_file(),
+            f"nccl_communicator_config_path {args.nccl_communicator_config_path} is no file",
+        ),
+        (
+            bool(args.nccl_communicator_config_path) and args.engine == "native",
+            "nccl_communicator_config_path is for Megatron's groups: with engine native choose an "
+            "nccl_preset",
+        ),
+        (
             args.mock_data == bool(args.data_path) and not args.dry_run,
             "give either mock_data or data_path",
         ),
@@ -293,6 +321,11 @@ def validate(args: argparse.Namespace) -> None:
             "external_cuda_graph needs engine megatron",
         ),
         (
+            args.external_cuda_graph and not args.dry_run and not has_transformer_engine(),
+            "external_cuda_graph captures with transformer-engine, which is not installed: install "
+            "it, or leave the flag out",
+        ),
+        (
             args.external_cuda_graph and split and args.mega_moe_backend == "reference",
             "external_cuda_graph cannot capture mega_moe_backend reference, which waits for the "
             "device: choose triton",
@@ -306,6 +339,10 @@ def validate(args: argparse.Namespace) -> None:
     for wrong, text in refusals:
         if wrong:
             raise FlagError(text)
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _length(pattern: Any) -> int:

@@ -7,10 +7,11 @@ import argparse
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from examples.pretraining import model
-from examples.pretraining.flags import FlagError
+from examples.pretraining.flags import FlagError, has_transformer_engine
 from examples.pretraining.shapes import (
     DECODER,
     EMBEDDING,
@@ -20,7 +21,10 @@ from examples.pretraining.shapes import (
     moe_pattern,
     stage_parameters,
 )
+from megamoe.errors import MegaMoEError
+from megamoe.megatron.options import MegaMoEOptions, require_supported
 from overlap.megatron import Chunk, Finding, Reason, default_bucket_size, diagnose, plan_buckets
+from overlap.nccl import PRESETS
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,20 @@ class Geometry:
             f"batch {args.global_batch_size} = {self.microbatches} microbatches x "
             f"{args.micro_batch_size} x DP {self.data_parallel}, {args.seq_length} tokens each"
         )
-        ours = f"split, backend {args.mega_moe_backend}"
-        yield f"MoE layer: {ours if is_split(args) else 'MoELayer'}"
+        yield f"MoE layer: {_layer(args)}"
+        yield f"NCCL of gathers and reductions: {_nccl(args)}"
         for stage in self.stages:
             yield from self._stage_lines(stage)
         if args.external_cuda_graph:
-            yield (
-                f"CUDA graphs of {_scope(args)} after {args.cuda_graph_warmup_steps} steps. Before "
-                "the graph of a whole layer is replayed, both expert weights are waited for: the "
-                "gather of fc2 can hide under the layer before, not under its own stage 1"
-            )
+            yield f"CUDA graphs of {_scope(args)} after {args.cuda_graph_warmup_steps} steps"
+            if args.cuda_graph_scope == "full":
+                yield (
+                    "  (before the graph of a whole layer is replayed, both expert weights are "
+                    "waited for: the gather of fc2 can hide under the layer before, not under its "
+                    "own stage 1)"
+                )
+            if not has_transformer_engine():
+                yield "  (transformer-engine captures them, and is not installed here)"
         for finding in self.findings:
             yield f"PROBLEM {finding}"
             if finding.reason is Reason.SHARED_BUCKET:
@@ -116,6 +124,21 @@ def _gigabytes(buckets: list[Any], width: int) -> str:
     return f"{sum(bucket.numel for bucket in buckets) * width / 1e9:.3f} GB"
 
 
+def _layer(args: argparse.Namespace) -> str:
+    if not is_split(args):
+        asked_for = args.enable_primus_turbo and args.use_turbo_mega_moe
+        return "MoELayer, since bf16 is not set" if asked_for else "MoELayer"
+    return f"{'unsplit' if args.mega_moe_fused else 'split'}, backend {args.mega_moe_backend}"
+
+
+def _nccl(args: argparse.Namespace) -> str:
+    if args.nccl_communicator_config_path:
+        return f"as {args.nccl_communicator_config_path} says"
+    ctas = PRESETS[args.nccl_preset].max_ctas
+    shown = f"at most {ctas} CTAs, and as many SMs left free" if ctas else "its own choice of CTAs"
+    return f"preset {args.nccl_preset}, {shown}"
+
+
 def _scope(args: argparse.Namespace) -> str:
     return "whole layers" if args.cuda_graph_scope == "full" else args.cuda_graph_scope
 
@@ -125,10 +148,7 @@ def geometry(args: argparse.Namespace) -> Geometry:
 
     Raises FlagError.
     """
-    try:
-        config = model.transformer_config(args)
-    except (AssertionError, ValueError) as error:
-        raise FlagError(f"Megatron-core refuses the flags: {error}") from error
+    config = _checked_config(args)
     world_size = args.world_size or int(os.environ.get("WORLD_SIZE", "0"))
     if world_size < 1:
         raise FlagError("give world_size: a dry run has no launch to take it from")
@@ -157,6 +177,24 @@ def geometry(args: argparse.Namespace) -> Geometry:
         args.global_batch_size // per_microbatch,
         stages,
     )
+
+
+def _checked_config(args: argparse.Namespace) -> Any:
+    """The configuration that Megatron-core and our layer agree to."""
+    try:
+        config = model.transformer_config(args)
+    except (AssertionError, ValueError) as error:
+        raise FlagError(f"Megatron-core refuses the flags: {error}") from error
+    except KeyError as error:  # it looks some names up
+        raise FlagError(f"Megatron-core refuses the flags: it knows no {error}") from error
+    if is_split(args):
+        alone = SimpleNamespace(size=lambda: 1)  # a group of what this script has no size for
+        groups = SimpleNamespace(tp=alone, expt_tp=alone, tp_cp=alone)
+        try:
+            require_supported(config, MegaMoEOptions.from_args(args), groups)
+        except MegaMoEError as error:
+            raise FlagError(str(error)) from error
+    return config
 
 
 def split_layers(
@@ -205,17 +243,19 @@ def _stage(
     bucket_size: int | None = args.ddp_bucket_size or default_bucket_size(data_parallel)
     if number > 0 or not args.overlap_grad_reduce:
         bucket_size = None  # Megatron buckets on the first stage only
+    buckets = plan_buckets(
+        parameters,
+        bucket_size=bucket_size,
+        dense_group_size=data_parallel,
+        expert_group_size=expert_data_parallel,
+        own_buckets=args.own_expert_buckets,
+    )
     chunk = Chunk(
-        buckets=plan_buckets(
-            parameters,
-            bucket_size=bucket_size,
-            dense_group_size=data_parallel,
-            expert_group_size=expert_data_parallel,
-            own_buckets=args.own_expert_buckets,
-        ),
+        buckets=buckets,
         bucket_size=bucket_size,
         overlap_param_gather=args.overlap_param_gather,
         overlap_grad_reduce=args.overlap_grad_reduce,
         stage=number,
+        fused=args.mega_moe_fused and any(bucket.weight_modules for bucket in buckets),
     )
     return Stage(number, layers, parts, chunk, diagnose(chunk))

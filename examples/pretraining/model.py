@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from examples.pretraining.attention import with_causal_attention
-from examples.pretraining.flags import FlagError
+from examples.pretraining.flags import FlagError, has_transformer_engine
 
 
 def uses_transformer_engine(args: argparse.Namespace) -> bool:
     if args.transformer_impl == "auto":
-        return importlib.util.find_spec("transformer_engine") is not None
+        return has_transformer_engine()
     return args.transformer_impl == "transformer_engine"
 
 

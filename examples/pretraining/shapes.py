@@ -16,8 +16,8 @@ EMBEDDING, DECODER, MTP, LOSS = "embedding", "decoder", "mtp", "loss"
 
 
 def is_split(args: argparse.Namespace) -> bool:
-    """Whether the flags ask for the split layer."""
-    return bool(args.enable_primus_turbo and args.use_turbo_mega_moe)
+    """Whether the flags get our layer: tensor parallelism, which it does not have, is refused."""
+    return bool(args.enable_primus_turbo and args.use_turbo_mega_moe and args.bf16)
 
 
 def moe_pattern(args: argparse.Namespace) -> list[bool]:

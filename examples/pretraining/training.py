@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megamoe.megatron
+import overlap.megatron
 import profiling
 from examples.pretraining import model
 from examples.pretraining.data import batches
@@ -177,8 +179,9 @@ class _CudaGraphs:
         self.helper.cuda_graph_set_manual_hooks()
 
 
-def initialize(args: argparse.Namespace) -> None:
-    """Set up the process groups and generators of a launched rank."""
+def initialize(args: argparse.Namespace, **launch: Any) -> None:
+    """Set up the process groups and generators of a rank that torchrun or srun has launched, or
+    else of what ``launch`` says, in the terms of init_process_group."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -191,12 +194,21 @@ def initialize(args: argparse.Namespace) -> None:
             os.environ.setdefault(name, os.environ[by_slurm])
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
-    )
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", **launch)
+    with tempfile.TemporaryDirectory() as folder:
+        own_file = Path(folder, "nccl.yaml")
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=args.tensor_model_parallel_size,
+            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=1,
+            nccl_communicator_config_path=_nccl_config(args, own_file),
+        )
     torch.manual_seed(args.seed)
     model_parallel_cuda_manual_seed(args.seed)
+
+
+def _nccl_config(args: argparse.Namespace, own_file: Path) -> str | None:
+    if args.device != "cuda" or args.nccl_communicator_config_path:
+        return args.nccl_communicator_config_path
+    return overlap.megatron.write_nccl_config(own_file, args.nccl_preset)

@@ -112,6 +112,12 @@ def _findings(chunk: Chunk) -> Iterator[Finding]:
     with_weights = [bucket for bucket in chunk.buckets if bucket.weight_modules]
     if not with_weights:
         return
+    if chunk.fused:
+        yield Finding(
+            Reason.NOT_SPLIT,
+            "the MoE layers are the unsplit twins, which take both weights at once: leave "
+            "mega_moe_fused (MegaMoEOptions.fused) out",
+        )
     if not (chunk.overlap_param_gather and chunk.distributed_optimizer):
         yield Finding(
             Reason.GATHERS_OFF,
@@ -227,6 +233,10 @@ def describe(ddp: Any, use_order: tuple[str, ...] = ()) -> Chunk:
         distributed_optimizer=config.use_distributed_optimizer,
         align_param_gather=config.align_param_gather,
         stage=_stage(ddp.pp_group),
+        fused=any(
+            getattr(module, "fused", False) and any(map(is_weight_module, module.children()))
+            for module in ddp.module.modules()
+        ),
         single_group=any(len(members) > 1 for members in buckets.values()),
         use_order=use_order,
     )

@@ -66,6 +66,7 @@ class Chunk:
         buckets: In the order of their gathers, dense ones before expert ones.
         bucket_size: In elements; None where Megatron does not bucket.
         stage: Its pipeline stage, from 0.
+        fused: Its MoE layers take both expert weights at one call site.
         single_group: Every collective is issued together (Megatron's ``disable_bucketing``).
         use_order: Paths of the weight modules in the order of a forward, or () if none was seen.
     """
@@ -77,6 +78,7 @@ class Chunk:
     distributed_optimizer: bool = True
     align_param_gather: bool = False
     stage: int = 0
+    fused: bool = False
     single_group: bool = False
     use_order: tuple[str, ...] = ()
 
