@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from overlap.budget import SmBudget
 from overlap.buffer import FlatBuffer
 from overlap.collectives import Collective, Gathers, Reduces
 from overlap.config import OverlapConfig
-from overlap.copy_engine import PullGather, PullReduce
+from overlap.copy_engine import PullGather, PullReduce, Staging
 from overlap.errors import TransportError
 from overlap.groups import ProcessGroups
 from overlap.layout import BucketLayout, ParamSpec, plan_buckets
@@ -59,11 +60,12 @@ def make_buckets(
     reduce_dtype = config.reduce_dtype or config.grad_dtype
     buckets: dict[BucketLayout, Bucket] = {}
     budget = SmBudget(streams)
+    staging = cache(partial(Staging, device, streams))
     for expert, group in ((False, groups.dp), (True, groups.edp)):
         own = [layout for layout in layouts if layout.expert is expert]
         if not own:
             continue
-        gather, reduce = _transports(config, groups, group, device, streams)
+        gather, reduce = _transports(config, groups, group, device, streams, staging)
         if dist.get_world_size(group) > 1:
             budget.expect(gather, reduce)
         params: dict[BucketLayout, Tensor] = {}
@@ -111,6 +113,7 @@ def _transports(
     group: dist.ProcessGroup,
     device: torch.device,
     streams: Streams,
+    staging: Callable[[], Staging],
 ) -> _Transports:
     """Who moves the buckets of one group, each way."""
     sms = groups.collective_sms if config.collective_sms is None else config.collective_sms
@@ -130,5 +133,5 @@ def _transports(
     own_sms = {} if config.collective_sms is None else {"sms": config.collective_sms}
     return _Transports(
         PullGather(group, device, streams) if gather else collective,
-        PullReduce(group, device, streams, **own_sms) if reduce else collective,
+        PullReduce(group, device, streams, staging(), **own_sms) if reduce else collective,
     )

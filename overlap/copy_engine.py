@@ -11,8 +11,8 @@ high priority; no compute kernel waits for it unless its stream was told to, so 
 lock each other up.
 
 The sum of a reduce-scatter is taken in fp32 in the order of ranks, ((g0 + g1) + g2) + ..., and
-rounded once, into the result: the same bits in every run, whatever the timing. Each piece of a
-peer's part is pulled into one of two staging buffers while the other one is added up.
+rounded once, into the result: the same bits in every run, whatever the timing. Each piece of the
+peers' parts is pulled into one of two staging buffers while the other one is added up.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from overlap.collectives import InFlight
 from overlap.streams import Mark, Streams
 from overlap.symmetric import Region
 
-__all__ = ["PullGather", "PullReduce"]
+__all__ = ["PullGather", "PullReduce", "Staging"]
 
-STAGING_BYTES = 128 * 2**20  # of one rank, all staging buffers of one transport together
+STAGING_BYTES = 256 * 2**20  # of one rank, both buffers together
 REDUCE_SMS = 0  # the additions' blocks find room beside a product that has every SM
 
 
@@ -108,17 +108,36 @@ class PullGather(_Pull):
         return InFlight(_Enqueued(self._streams, end), (output, shard), what)
 
 
-class _Stage:
-    """A staging buffer.
+class _Half:
+    """One of two staging buffers: flat bytes, and when its last content has been used."""
 
-    Attributes:
-        pieces: [peers, bytes], a piece of each peer, in rank order.
-        free: When its last content has been used.
+    def __init__(self, memory: Tensor, free: Mark) -> None:
+        self.memory = memory
+        self.free = free
+
+
+class Staging:
+    """Where pieces of peers' gradients lie until they are added: two buffers, taken in turns.
+
+    All groups share it, since their reductions follow one another on the same streams. Large pieces
+    are few, and the host pays for each: about 0.2 ms.
     """
 
-    def __init__(self, pieces: Tensor, free: Mark) -> None:
-        self.pieces = pieces
-        self.free = free
+    def __init__(
+        self, device: torch.device, streams: Streams, num_bytes: int = STAGING_BYTES
+    ) -> None:
+        mark = streams.mark()
+        halves = torch.empty(2, num_bytes // 2, dtype=torch.uint8, device=device).unbind()
+        self._halves = [_Half(memory, mark) for memory in halves]
+
+    def piece(self, peers: int, dtype: torch.dtype) -> int:
+        """Return how many elements of each peer fit into one buffer."""
+        return max(512, self._halves[0].memory.numel() // peers // 512 * 512) // dtype.itemsize
+
+    def next(self) -> _Half:
+        """Return the buffer whose turn it is."""
+        self._halves.reverse()
+        return self._halves[0]
 
 
 class PullReduce(_Pull):
@@ -128,7 +147,6 @@ class PullReduce(_Pull):
 
     Args:
         sms: SMs that compute should leave to the additions while one is under way.
-        staging_bytes: Of all staging buffers; fewer make more and smaller pieces.
     """
 
     stream = "reduce"
@@ -139,21 +157,14 @@ class PullReduce(_Pull):
         group: dist.ProcessGroup,
         device: torch.device,
         streams: Streams,
+        staging: Staging,
         *,
         sms: int = REDUCE_SMS,
-        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         super().__init__(group, device, streams)
         self.sms = sms
         self._adding = streams.side("add")
-        self._piece_bytes = max(512, staging_bytes // (2 * len(self._peers)) // 512 * 512)
-        shape = (2, len(self._peers), self._piece_bytes)
-        mark = streams.mark()
-        self._stages = [
-            _Stage(pieces, mark)
-            for pieces in torch.empty(shape, dtype=torch.uint8, device=device).unbind()
-        ]
-        self._turn = 0
+        self._staging = staging
 
     def reduce_scatter(
         self, shard: Tensor, source: Tensor, what: str, scale: float = 1.0
@@ -161,16 +172,15 @@ class PullReduce(_Pull):
         region, start = self._find(source)
         numel = shard.numel()
         first = start + self._rank * numel
-        piece = self._piece_bytes // source.itemsize
+        piece = self._staging.piece(len(self._peers), source.dtype)
         issued = self._streams.mark()
         with self._streams.on(self._side):
             self._streams.after(issued)
             region.barrier()
-        for begin in range(0, numel, piece):
-            end = min(begin + piece, numel)
-            part = slice(first + begin, first + end)
-            self._reduce_piece(region, part, shard[begin:end], scale)
-        with self._streams.on(self._side):
+            for begin in range(0, numel, piece):
+                end = min(begin + piece, numel)
+                part = slice(first + begin, first + end)
+                self._reduce_piece(region, part, shard[begin:end], scale)
             region.barrier()
             read = self._streams.mark()
         with self._streams.on(self._adding):
@@ -179,17 +189,17 @@ class PullReduce(_Pull):
         return InFlight(_Enqueued(self._streams, added), (shard, source), what)
 
     def _reduce_piece(self, region: Region, part: slice, out: Tensor, scale: float) -> None:
-        stage = self._stages[self._turn]
-        self._turn = 1 - self._turn
+        """Pull a piece of every peer on the current stream; add them up on the other one."""
+        half = self._staging.next()
         source = region.local[part]
-        staged = stage.pieces.view(source.dtype)
-        with self._streams.on(self._side):
-            self._streams.after(stage.free)
-            for peer in self._peers:
-                row = peer if peer < self._rank else peer - 1
-                staged[row, : out.numel()].copy_(region.of(peer)[part], non_blocking=True)
-            pulled = self._streams.mark()
+        peers = len(self._peers)
+        staged = half.memory.view(source.dtype)[: peers * len(source)].view(peers, len(source))
+        self._streams.after(half.free)
+        for peer in self._peers:
+            row = peer if peer < self._rank else peer - 1
+            staged[row].copy_(region.of(peer)[part], non_blocking=True)
+        pulled = self._streams.mark()
         with self._streams.on(self._adding):
             self._streams.after(pulled)
             add_in_order(source, staged, self._rank, out, scale)
-            stage.free = self._streams.mark()
+            half.free = self._streams.mark()

@@ -51,10 +51,13 @@ class _TorchRegion:
     def __init__(self, local: Tensor, handle: Any) -> None:
         self.local = local
         self._handle = handle
+        self._views: dict[int, Tensor] = {}
 
     def of(self, rank: int) -> Tensor:
-        view: Tensor = self._handle.get_buffer(rank, self.local.shape, self.local.dtype)
-        return view
+        if rank not in self._views:
+            view = self._handle.get_buffer(rank, self.local.shape, self.local.dtype)
+            self._views[rank] = view
+        return self._views[rank]
 
     def barrier(self) -> None:
         self._handle.barrier(channel=0, timeout_ms=_TIMEOUT_MS)

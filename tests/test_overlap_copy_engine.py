@@ -24,7 +24,7 @@ from overlap import (
     collectives,
     symmetric,
 )
-from overlap.copy_engine import PullGather, PullReduce
+from overlap.copy_engine import PullGather, PullReduce, Staging
 from overlap.streams import Streams
 from tests.overlap_models import Model, mean_over_ranks, own_batch
 from tests.ranks import Ranks
@@ -88,7 +88,8 @@ def test_gathers_equal_the_groups_own(ranks: Ranks, size: int) -> None:
 def reductions(count: int, staging_bytes: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     pick = random.Random(6)
-    transport = PullReduce(world(), CPU, Streams(CPU), staging_bytes=staging_bytes)
+    streams = Streams(CPU)
+    transport = PullReduce(world(), CPU, streams, Staging(CPU, streams, staging_bytes))
     buffers = {}
     for dtype in (torch.float32, torch.bfloat16):
         buffers[dtype] = transport.allocate(4096 * size, dtype)
@@ -125,16 +126,15 @@ def test_the_oracle_of_the_order_can_fail(ranks: Ranks) -> None:
     assert all(ranks.run(4, order_matters))
 
 
-def staging() -> list[int]:
-    """Bytes of the staging buffers."""
-    transport = PullReduce(world(), CPU, Streams(CPU), staging_bytes=2**20)
-    return [sum(stage.pieces.nbytes for stage in transport._stages)]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_staging_is_bounded(ranks: Ranks, size: int) -> None:
-    for [total] in with_memory(ranks, size, staging):
-        assert 2**19 < total <= 2**20
+@pytest.mark.parametrize("peers", [1, 3, 7])
+def test_pieces_of_all_peers_fit_into_a_staging_buffer(peers: int) -> None:
+    staging = Staging(CPU, Streams(CPU), 2**20)
+    first, second = staging.next(), staging.next()
+    assert first is not second
+    assert staging.next() is first
+    for dtype in (torch.float32, torch.bfloat16):
+        taken = peers * staging.piece(peers, dtype) * dtype.itemsize
+        assert 2**19 - peers * 512 < taken <= first.memory.nbytes == 2**19
 
 
 _copy = Tensor.copy_

@@ -24,7 +24,7 @@ from benchmarks.ranks.here import Here
 from megamoe import MegaMoEConfig, MegaMoELayer
 from overlap import DistributedDataParallel, DistributedOptimizer, OverlapConfig, ProcessGroups
 from overlap.collectives import Collective, Gathers, Reduces
-from overlap.copy_engine import STAGING_BYTES, PullGather, PullReduce
+from overlap.copy_engine import STAGING_BYTES, PullGather, PullReduce, Staging
 from overlap.streams import Streams
 from tests.overlap_models import Model, batch
 
@@ -73,10 +73,11 @@ def _pulled(here: Here, groups: ProcessGroups, weights: dict[str, list[str]] | N
     good = True
     with here.peer_memory():
         streams = Streams(here.device)
-        for staging in (2**20, STAGING_BYTES):
-            reduce = PullReduce(groups.dp, here.device, streams, staging_bytes=staging)
+        for num_bytes in (2**20, STAGING_BYTES):
+            staging = Staging(here.device, streams, num_bytes)
+            reduce = PullReduce(groups.dp, here.device, streams, staging)
             gather = PullGather(groups.dp, here.device, streams)
-            good &= _sizes(here, f"copy engine, staging {staging >> 20} MiB", gather, reduce)
+            good &= _sizes(here, f"copy engine, staging {num_bytes >> 20} MiB", gather, reduce)
         good &= _bits(here, "copy engine", groups, **PULLED) is not None
         only_gather = {**BY_NCCL, "param_gather_transport": "copy_engine"}
         pulled = _train(here, groups, "reference", **only_gather)

@@ -23,7 +23,7 @@ from megamoe import mega_moe_stage1
 from megamoe.backends import sm_budget_adder
 from overlap import NcclOptions, ProcessGroups
 from overlap.collectives import Collective, Gathers, Reduces
-from overlap.copy_engine import PullGather, PullReduce
+from overlap.copy_engine import PullGather, PullReduce, Staging
 from overlap.streams import Streams
 
 TOY = Shape(64, 2, 32, 64, 4)
@@ -66,7 +66,7 @@ def run(here: Here) -> None:
         if name == "copy engine":
             streams = Streams(here.device)
             gather = PullGather(group, here.device, streams)
-            reduce = PullReduce(group, here.device, streams)
+            reduce = PullReduce(group, here.device, streams, Staging(here.device, streams))
             budgets = {"gather": (0, 1, 2), "reduce": (0, 4, 8, 16)}
         for backend in backends:
             for window in _windows(here, shape, stages[backend], gather, reduce):

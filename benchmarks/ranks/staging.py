@@ -18,11 +18,11 @@ from benchmarks.ranks.effective import TOY, stage1
 from benchmarks.ranks.here import Here
 from benchmarks.stages import SHAPES
 from overlap import ProcessGroups
-from overlap.copy_engine import PullReduce
+from overlap.copy_engine import PullReduce, Staging
 from overlap.streams import Streams
 
 MIB = 2**20
-STAGING = (16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
+STAGING = (32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB, 512 * MIB)
 TOY_STAGING = (2**12, 2**14)
 AHEAD_MS = 30.0  # small pieces make many launches
 MOVED = 2**30  # elements that the memory-bound operation reads and writes
@@ -45,7 +45,7 @@ def run(here: Here) -> None:
     issues: dict[int, list[float]] = {}
 
     def add(staging: int) -> None:
-        reduce = PullReduce(group, here.device, streams, staging_bytes=staging)
+        reduce = PullReduce(group, here.device, streams, Staging(here.device, streams, staging))
         with here.peer_memory():
             memory = reduce.allocate(numel, torch.float32).zero_()
         issues[staging] = []
