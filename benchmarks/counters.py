@@ -79,8 +79,11 @@ def ours(inputs: Inputs) -> dict[str, dict[str, Run]]:
     x_rows, dy_rows = (t.new_zeros(count, shape.hidden) for t in (x, dy))
     for rows, tokens in ((x_rows, x), (dy_rows, dy)):
         rows[: len(token)] = tokens[token] * (token >= 0)[:, None]  # padding is zeros
-    act = torch.randn(count, shape.ffn, device=device).to(x.dtype)
-    d_l1 = torch.randn(count, 2 * shape.ffn, device=device).to(x.dtype)
+    act, d_l1 = (
+        torch.randn(count, width, device=device).to(x.dtype) for width in (shape.ffn, 2 * shape.ffn)
+    )
+    for rows in (act, d_l1):
+        rows[: len(token)] *= (token >= 0)[:, None]
     slots = triton.next_power_of_2(inputs.ids.numel())
     grid = grid_for(device)
 

@@ -12,7 +12,8 @@ the stage, as the engine does. It takes about `--share` of the stage's time.
 
 T_serial is stage and copy one after the other on the same stream. A copy that owns c of n SMs for
 its whole time cannot do better than about 1 - c / n beside a product that uses them all. Variants:
-the reference backend, ours without a budget, ours with a budget of c SMs and of 2 c.
+the reference backend, ours without a budget, with a budget of c SMs, and with the same budget but
+no programs of one draw, so that the SMs stay idle before and after the copy.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from triton.language.extra.cuda import globaltimer
 from benchmarks.stages import SHAPES, Inputs, in_turn
 from megamoe import mega_moe_stage1
 from megamoe.backends.triton import add_sm_budget
+from megamoe.backends.triton.schedule import Grid
 
 # GB/s that NCCL's all-gather between two H200 reached with that many CTAs (docs/kernels.md).
 NCCL_RATE = {4: 77.0, 8: 154.0, 16: 247.0, 32: 290.0}
@@ -122,6 +124,17 @@ def budgeted(reserved: int, run: Callable[[], object]) -> Callable[[], None]:
     return inner
 
 
+def resident_only(run: Callable[[], object]) -> Callable[[], None]:
+    def inner() -> None:
+        whole, Grid.programs = Grid.programs, lambda grid, tiles: grid.resident
+        try:
+            run()
+        finally:
+            Grid.programs = whole
+
+    return inner
+
+
 def in_turn_with(stage: Callable[[], object], copy: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         copy()
@@ -150,7 +163,7 @@ def main() -> None:
         alone = in_turn({"triton": ours, "reference": theirs}, args.rounds)
         times = ", ".join(f"{name} {ms:.2f}" for name, ms in alone.items())
         print(f"\nstage 1 {window} alone: {times}")
-        names = ("reference", "no budget", "budget c", "budget 2c")
+        names = ("reference", "no budget", "budget c", "resident only")
         print(f"{'copy':>8}{'alone':>8}{'serial':>8}" + "".join(f"{n:>16}" for n in names))
         for ctas in args.ctas:
             copy = copies(ctas, alone["triton"] * args.share)
@@ -164,7 +177,7 @@ def main() -> None:
             }
             if ctas:
                 variants["budget c"] = budgeted(ctas, shared)
-                variants["budget 2c"] = budgeted(2 * ctas, shared)
+                variants["resident only"] = resident_only(variants["budget c"])
             else:
                 variants["budget c"] = budgeted(1, shared)
             ms = in_turn(variants, args.rounds)

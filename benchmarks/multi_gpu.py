@@ -9,8 +9,11 @@ part has a time budget. Tables are printed, facts go to OUT/results.json.
 
     correct      losses against one process, equal bits, single collectives of random sizes
     effective    collectives beside stage 1, DeepSeek-V3's shape per rank, every transport
+    staging      how large a pulled reduction's pieces should be
     step         whole steps of four layers, every schedule, beside the bound
     profiles     a profile of each schedule on every rank, and the verdicts on them
+
+`--only correct --ranks 4` also runs where four ranks share fewer GPUs, over gloo.
 
 `--device cpu` runs the same code on gloo at toy sizes: a test, whose times mean nothing.
 """
@@ -36,23 +39,31 @@ import torch.distributed as dist
 from benchmarks.ranks.here import Here
 
 # Part: seconds it may take.
-PARTS = {"correct": 90, "effective": 100, "step": 170, "profiles": 60}
+PARTS = {"correct": 90, "effective": 100, "staging": 20, "step": 200, "profiles": 60}
 
 
 def join(rank: int, args: argparse.Namespace, store: str | None) -> torch.device:
     """Join the default process group, by a file or as torchrun says; return this rank's device."""
     device = torch.device(args.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
+    else:
+        torch.set_num_threads(1)  # the ranks share the cores
     place = {"init_method": f"file://{store}", "rank": rank, "world_size": args.ranks}
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" and not _share_gpus(args) else "gloo",
         timeout=timedelta(seconds=120),
         **(place if store else {}),
     )
     return device
+
+
+def _share_gpus(args: argparse.Namespace) -> bool:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    return args.device == "cuda" and here > torch.cuda.device_count()
 
 
 def run_part(part: str, args: argparse.Namespace, device: torch.device) -> None:
@@ -154,6 +165,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         args.ranks = torch.cuda.device_count() if args.device == "cuda" else 2
     if args.ranks < 2:
         parser.error(f"{args.ranks} rank(s) exchange nothing: it takes 2 GPUs, or --device cpu")
+    if _share_gpus(args) and args.only != ["correct"]:
+        parser.error(
+            f"{args.ranks} ranks share {torch.cuda.device_count()} GPU(s), over gloo, whose times "
+            "mean nothing: give --only correct, or a rank per GPU"
+        )
     return args
 
 

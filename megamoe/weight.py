@@ -28,6 +28,7 @@ class MegaMoEWeightModule(nn.Module):
     """
 
     weight: nn.Parameter
+    takes_main_grad = True  # the stages that compute its gradient know the offer
 
     def __init__(
         self,

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap import main_grad
 from overlap.budget import SmBudget
 from overlap.buffer import member_view
 from overlap.collectives import Gathers, InFlight, Reduces
@@ -70,6 +71,7 @@ class Slot:
         reported: The gradient of the last microbatch has arrived too.
         forward: Number of the last iteration in which the forward of a module that owns the
             parameter has run (-1: none).
+        offered: ``grad`` is offered for writing, see `overlap.main_grad`.
     """
 
     __slots__ = (
@@ -80,6 +82,7 @@ class Slot:
         "forward",
         "grad",
         "member",
+        "offered",
         "param",
         "reported",
         "version",
@@ -94,6 +97,7 @@ class Slot:
         self.arrived = False
         self.reported = False
         self.forward = -1
+        self.offered = False
         self.version = param._version
 
     @property
@@ -101,7 +105,7 @@ class Slot:
         return self.member.spec.name
 
     def accumulate(self, grad: Tensor) -> None:
-        """Add ``grad``; the first one after a reset overwrites.
+        """Add ``grad`` to what was written ahead of it or has arrived; else it overwrites.
 
         Raises:
             TypeError: The gradient is sparse.
@@ -111,11 +115,11 @@ class Slot:
                 f"the gradient of {self.name} is sparse; a bucket holds dense ones only"
             )
         grad = grad.detach()  # under create_graph it has a history
-        if self.arrived:
-            self.grad.add_(grad)
-        else:
+        if not (main_grad.take(self) or self.arrived):
             self.grad.copy_(grad)
-            self.arrived = True
+        elif not grad._is_zerotensor():  # which says that nothing but the write has come
+            self.grad.add_(grad)
+        self.arrived = True
 
 
 class Bucket:
@@ -198,6 +202,7 @@ class Bucket:
         """Give the parameters memory of their own again."""
         for slot in self.slots:
             slot.param.data = slot.param.data.clone()
+            main_grad.withdraw(slot)
             del slot.param.main_grad  # type: ignore[attr-defined]
 
     # Parameters
@@ -275,6 +280,15 @@ class Bucket:
         self._join_grad_stream()
         slot.accumulate(grad)
 
+    def open_for_writing(self, slot: Slot) -> Tensor | None:
+        """Return ``slot.grad`` for a write on the current stream, to which `accumulate` is then
+        called in the same backward; None where that write would be lost, or not be replayed."""
+        accumulating = self.grad_state is GradState.ACCUMULATING
+        if not accumulating or self._streams.capturing() or not main_grad.hook_will_run(slot.param):
+            return None
+        self._join_grad_stream()
+        return slot.grad
+
     def issue_reduce(self) -> None:
         """Start the reduce-scatter of the gradients, those without a gradient as zeros."""
         self._move_grads(GradState.REDUCING)
@@ -289,6 +303,11 @@ class Bucket:
                 *self._outgoing(), f"the reduce-scatter of bucket {self.name}", self.scale
             )
         self._budget.issued(self.reduce_by, self._reduce)
+
+    @property
+    def reducing(self) -> bool:
+        """Whether a reduce-scatter has been issued and not waited for."""
+        return self._reduce is not None
 
     def _outgoing(self) -> tuple[Tensor, Tensor]:
         """Where the reduced shard goes, and what travels."""
@@ -330,6 +349,7 @@ class Bucket:
         self.missing = len(self.slots)
         for slot in self.slots:
             slot.arrived = slot.reported = False
+            main_grad.reset(slot)
 
     def _move_grads(self, to: GradState) -> None:
         assert GRAD_MOVES[self.grad_state] is to, (self.name, self.grad_state, to)

@@ -18,7 +18,8 @@ class OverlapConfig:
     """How parameters are gathered and gradients reduced.
 
     None of these changes what is computed, except for `grad_dtype`, `reduce_dtype`,
-    `grad_reduction` and `unused_parameters="zero"`.
+    `grad_reduction`, `unused_parameters="zero"` and, by a rounding that it saves,
+    `gradient_accumulation_fusion`.
     """
 
     overlap_param_gather: bool = True
@@ -55,6 +56,11 @@ class OverlapConfig:
 
     reduce_dtype: torch.dtype | None = None
     """Gradients travel in this dtype; None is `grad_dtype`."""
+
+    gradient_accumulation_fusion: bool = True
+    """Let the gradients of weight modules with a true `takes_main_grad` be written to the fp32
+    buckets by whoever computes them (see `overlap.main_grad`), not rounded to the weight's dtype
+    and added by a pass. Not with another `grad_dtype`."""
 
     grad_reduction: Literal["average", "sum"] = "average"
     """Average divides by the data-parallel size, for expert parameters too: an expert sees the

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from overlap import budget, collectives, parameters
+from overlap import budget, collectives, main_grad, parameters
 from overlap.bucket import Bucket
 from overlap.building import make_buckets
 from overlap.config import OverlapConfig
@@ -87,6 +87,11 @@ class DistributedDataParallel(nn.Module):
             zero_unused=self.config.unused_parameters == "zero",
         )
         self._hooks = Hooks(module, self.buckets, self.gather, self.reduce)
+        if self.config.gradient_accumulation_fusion and self.config.grad_dtype is torch.float32:
+            takers = parameters.takes_main_grad(module)
+            for slot in (slot for bucket in self.buckets for slot in bucket.slots):
+                if slot.param in takers:
+                    main_grad.offer(slot, self.reduce)
         budget.attach(self.sm_budget, self, module)
         ranges.name_modules(module)
 
@@ -180,6 +185,17 @@ class DistributedDataParallel(nn.Module):
         """Wait for the gathers that are on their way, and issue none: hand it to
         `profiling.record` as ``settle``. No collective of its own."""
         self.gather.finish_issued()
+
+    def issue_grad_sync(self) -> list[Bucket]:
+        """Issue the reductions that no hook has issued; the optimizer calls it. A collective.
+
+        Returns the buckets to step before the other reductions have come, if it is worth it.
+
+        Raises:
+            UnusedParameterError, WrapError: As `finish_grad_sync`.
+        """
+        self._check_attached()
+        return self.reduce.issue()
 
     def finish_grad_sync(self) -> int:
         """Make every reduced gradient safe to read. A collective; the optimizer calls it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from overlap import checkpoint, collectives
-from overlap.bucket import Bucket, Slot
+from overlap.bucket import Bucket, GradState, Slot
 from overlap.ddp import DistributedDataParallel
 from overlap.errors import NonFiniteGradientError
 from overlap.layout import Piece
@@ -191,25 +191,45 @@ class DistributedOptimizer(Optimizer):
         return loss
 
     def _step(self) -> None:
-        self._finish_grads()
+        early = self._early()
+        in_parts = bool(early)
+        if not in_parts:
+            self._finish_grads()
         for bucket in self.ddp.begin_step():
             self.shards[bucket].adopt()
         gather = self.ddp.gather
         # The first buckets are stepped by themselves, so that their gathers travel during the rest.
         first = gather.first() if self._step_apart else []
-        rest = [bucket for bucket in gather.order if bucket not in first]
-        if first:
-            self._step_buckets(first, without=rest)
-            gather.start()
-        self._step_buckets(rest, without=first)
+        early = [bucket for bucket in early if bucket not in first]
+        rest = [bucket for bucket in gather.order if bucket not in (*early, *first)]
+        for part in (early, first, rest):
+            if in_parts:
+                for bucket in part:
+                    bucket.finish_reduce()
+                    self.shards[bucket].take_grads()
+            self._step_buckets(part)
+            if part is first and first:
+                gather.start()
+        self._round = self.ddp.finish_grad_sync()
         gather.finish_step()
 
-    def _step_buckets(self, buckets: Sequence[Bucket], without: Sequence[Bucket]) -> None:
-        for bucket in without:
-            self.shards[bucket].hold_grads()
+    def _early(self) -> list[Bucket]:
+        """The buckets to step while the others are still being reduced, if there are some; then
+        nothing has been waited for. Whoever has to see all gradients first has none."""
+        whole = self.ddp.config.check_for_nan or self.ddp.gather.learning or not self._step_apart
+        return [] if whole else self.ddp.issue_grad_sync()
+
+    def _step_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Step these and no others, whose gradients may not have come yet."""
+        if not buckets:
+            return
+        assert all(bucket.grad_state is GradState.REDUCED for bucket in buckets)
+        others = [shard for bucket, shard in self.shards.items() if bucket not in buckets]
+        for shard in others:
+            shard.hold_grads()
         self.inner.step()
-        for bucket in without:
-            self.shards[bucket].release_grads()
+        for shard in others:
+            shard.release_grads()
         for bucket in buckets:
             self.shards[bucket].publish()
         self.ddp.gather.invalidate(buckets)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from overlap.errors import WrapError
 from overlap.layout import ParamSpec
 
-__all__ = ["describe", "is_expert", "is_weight_module", "trainable"]
+__all__ = ["describe", "is_expert", "is_weight_module", "takes_main_grad", "trainable"]
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -67,3 +67,14 @@ def is_weight_module(module: nn.Module) -> bool:
         and sum(1 for _ in module.parameters(recurse=False)) == 1
         and not inspect.signature(module.forward).parameters
     )
+
+
+def takes_main_grad(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters of the weight modules that say, by a true attribute of this name, that who
+    computes their gradients knows the rules of `overlap.main_grad`."""
+    return {
+        param
+        for child in module.modules()
+        if getattr(child, "takes_main_grad", False) and is_weight_module(child)
+        for param in child.parameters(recurse=False)
+    }

@@ -14,6 +14,7 @@ were not ready in the first iteration are therefore put last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from overlap.bucket import Bucket, Slot
@@ -49,8 +50,7 @@ class ReduceSchedule:
         self._serialize = serialize
         self._zero_unused = zero_unused
         self._issued = 0  # order[: _issued] have been issued
-        self._dirty = False  # a gradient has arrived since the last reset
-        self._started = False  # ... in the last microbatch
+        self._started = False  # a gradient of the last microbatch has arrived
         self._finished = False
         self._readied: dict[Bucket, None] | None = {}  # in order; None once learned
 
@@ -65,7 +65,6 @@ class ReduceSchedule:
         if slot.forward != self._gather.iteration:
             self._gather.used_outside_forward(slot)
         bucket.accumulate(slot, grad)
-        self._dirty = True
         if self.sync and not slot.reported:
             slot.reported = self._started = True
             bucket.missing -= 1
@@ -95,23 +94,47 @@ class ReduceSchedule:
             UnusedParameterError: A parameter got no gradient since the last reset, and that was
                 not allowed.
         """
-        if self._finished:
-            return
-        if not self._zero_unused:
-            unused = [
-                slot.name for bucket in self.order for slot in bucket.slots if not slot.arrived
-            ]
-            if unused:
-                raise UnusedParameterError(
-                    f"{len(unused)} trainable parameter(s) got no gradient in this iteration: "
-                    f"{_some(unused)}. Freeze them (requires_grad=False before wrapping), let them "
-                    'take part in the loss, or set unused_parameters="zero"'
-                )
-        self._finish()
+        if not self._finished:
+            self.issue()
+            self._finish()
 
-    def _finish(self) -> None:
+    def issue(self) -> list[Bucket]:
+        """Issue what is left, and return the buckets to wait for, and step, before the others: the
+        half of the bytes that was issued first, so that the other half can travel meanwhile. None
+        where nothing travels.
+
+        Raises:
+            UnusedParameterError: As `finish`.
+        """
+        if self._finished:
+            return []
+        if not self._zero_unused:
+            self._check_all_used()
+        self._issue_all()
+        early = self.first_half() if self._overlap else []
+        return early if any(bucket.reducing for bucket in self.order[len(early) :]) else []
+
+    def first_half(self) -> list[Bucket]:
+        """The buckets that hold the half of the bytes which is issued first."""
+        reached = itertools.accumulate(bucket.layout.nbytes for bucket in self.order)
+        half = sum(bucket.layout.nbytes for bucket in self.order) / 2
+        return [b for b, so_far in zip(self.order, reached, strict=True) if so_far <= half]
+
+    def _check_all_used(self) -> None:
+        unused = [slot.name for bucket in self.order for slot in bucket.slots if not slot.arrived]
+        if unused:
+            raise UnusedParameterError(
+                f"{len(unused)} trainable parameter(s) got no gradient in this iteration: "
+                f"{_some(unused)}. Freeze them (requires_grad=False before wrapping), let them "
+                'take part in the loss, or set unused_parameters="zero"'
+            )
+
+    def _issue_all(self) -> None:
         while self._issued < len(self.order):
             self._issue_next()
+
+    def _finish(self) -> None:
+        self._issue_all()
         for bucket in self.order:
             bucket.finish_reduce()
         self._finished = True
@@ -122,11 +145,10 @@ class ReduceSchedule:
         other ranks count on it."""
         if self._started and not self._finished:
             self._finish()
-        if self._dirty or self._finished:
-            for bucket in self.order:
-                bucket.reset_grads()
+        for bucket in self.order:
+            bucket.reset_grads()
         self._issued = 0
-        self._dirty = self._started = self._finished = False
+        self._started = self._finished = False
 
     # What the first iteration teaches
 

@@ -2,17 +2,18 @@
 
 With G_j and R_j the transfers of the gathers and the reductions (j from 1), C_j the compute between
 the first uses of buckets j and j + 1 (C_0: in the iteration before any), t_j the compute done when
-reduction j was issued, and one in-order communicator:
+reduction j was issued, d_j when its result is needed, and one in-order communicator:
 
     forward, prefetch depth 1     E_f = sum_j max(0, G_j - C_{j-1})
     forward, unlimited prefetch   E_f = max_j [ sum_{i<=j} G_i - sum_{i<j} C_i ]+
-    backward                      E_b = max_j [ t_j + sum_{i>=j} R_i - T_backward ]+
+    backward                      E_b = max_{i<=j} [ t_i + R_i + ... + R_j - d_j ]+
 
 Where nothing computes before the first bucket, E_f >= G_1; where the last gradient ends the
-backward, E_b >= R_last. A bucket's first use is the end of the wait for it. All is counted in
-compute time, idle time left out, so that waiting does not move a bound. Transfers are the profile's
-own: beside compute they may take longer than alone. A gradient's readiness is not in a trace, its
-issue is.
+backward and the whole optimizer step needs it, E_b >= R_last. A bucket's first use is the end of
+the wait for it; a reduction is needed at the wait for it, but not before the backward has ended:
+an optimizer may step some buckets before it waits for the others. All is counted in compute time,
+idle time left out, so that waiting does not move a bound. Transfers are the profile's own: beside
+compute they may take longer than alone. A gradient's readiness is not in a trace, its issue is.
 """
 
 from __future__ import annotations
@@ -74,16 +75,17 @@ def forward_bound_unlimited(gathers: Sequence[int], compute: Sequence[int]) -> i
     return max(0, int((np.cumsum(gathers) - np.cumsum(compute)).max()))
 
 
-def backward_bound(reductions: Sequence[int], ready: Sequence[int], end: int) -> int:
+def backward_bound(reductions: Sequence[int], ready: Sequence[int], needed: Sequence[int]) -> int:
     """Return E_b.
 
     Args:
         reductions: [n], n > 0, in order of issue.
         ready: [n], the compute done when each gradient was ready.
-        end: The compute of the whole backward.
+        needed: [n], the compute done when each result is needed, none before the last is ready.
     """
-    left = np.cumsum(reductions[::-1])[::-1]
-    return max(0, int((np.array(ready) + left).max()) - end)
+    sums = np.cumsum(reductions)
+    ends = sums + np.maximum.accumulate(np.array(ready) - (sums - reductions))
+    return max(0, int((ends - needed).max()))
 
 
 def bounds(reading: Reading, iterations: Iterations | None = None) -> tuple[Bound, ...]:
@@ -161,9 +163,10 @@ def _backward(
         for subject, _ in ordered
         if subject.collective is not None and subject.collective.wait is not None
     ]
-    end = rank.done(device, min((wait for wait in waits if wait >= last), default=last))
+    end = min((wait for wait in waits if wait >= last), default=last)
+    needed = [rank.done(device, max(wait, end)) for wait in waits]
     exposed = sum(_exposed(reading, subject) for subject, _ in ordered)
-    return backward_bound(lengths, ready, end), exposed
+    return backward_bound(lengths, ready, needed), exposed
 
 
 def _exposed(reading: Reading, subject: Subject) -> int:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from overlap import OverlapError, ProcessGroups, collectives
-from overlap.bucket import Bucket, GradState, ParamState
+from overlap import OverlapError, ProcessGroups, collectives, main_grad
+from overlap.bucket import Bucket, GradState, ParamState, Slot
 from overlap.budget import SmBudget
 from overlap.layout import BucketLayout, ParamSpec
 from overlap.streams import Mark
@@ -110,6 +110,37 @@ def check_grad_streams() -> None:
     assert (bucket.grad_shard[: bucket.layout.pieces(bucket.rank)[0].stop] == expected).any()
 
 
+class Write(torch.autograd.Function):
+    """A weight's use whose backward writes 1 to the bucket, on a stream of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, slot: Slot, streams: FakeStreams) -> torch.Tensor:
+        ctx.slot, ctx.streams = slot, streams
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+        ctx.streams.on = ctx.streams.side
+        grad = ctx.slot.param.get_main_grad()
+        ctx.streams.log.append("written")
+        grad.fill_(1)
+        ctx.slot.param.grad_added_to_main_grad = True
+        ctx.streams.on = ctx.streams.main
+        return torch._efficientzerotensor(grad.shape), None, None
+
+
+def check_streams_of_a_writer() -> None:
+    bucket, streams = make()
+    [slot] = bucket.slots
+    main_grad.offer(slot, streams)
+    slot.param.register_post_accumulate_grad_hook(lambda p: bucket.accumulate(slot, p.grad))
+    assert slot.param.get_main_grad() is None  # no backward is running
+    Write.apply(slot.param, slot, streams).backward()
+    # It writes after what was done to the gradients before, and the hook comes after it.
+    assert streams.log == ["side after stream main", "written", "main after stream side"]
+    assert bool((slot.grad == 1).all())
+
+
 def check_capture() -> None:
     bucket, streams = make()
     bucket.stepped()
@@ -145,7 +176,13 @@ def check_moves() -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [check_gather_streams, check_grad_streams, check_capture, check_moves],
+    [
+        check_gather_streams,
+        check_grad_streams,
+        check_streams_of_a_writer,
+        check_capture,
+        check_moves,
+    ],
     ids=lambda check: check.__name__,
 )
 def test_bucket(ranks: Ranks, check: Callable[[], None]) -> None:

@@ -68,7 +68,7 @@ def test_max_rows_is_reached_and_never_passed(slots: int, experts: int) -> None:
 def _list_draws(out_ptr, tiles):
     index = tl.program_id(0)
     while index < tiles:  # as if every program drew in turn
-        first, end, step = gemm._draw(index, tiles)
+        first, end, step = gemm._draw(index, tiles, tl.num_programs(0))
         for tile in range(first, end, step):
             tl.atomic_add(out_ptr + tile, 1, mask=tile < tiles)
         index += tl.num_programs(0)
@@ -79,6 +79,20 @@ def test_draws_cover_every_tile_once(tiles: int) -> None:
     counts = torch.zeros(tiles, dtype=torch.int32, device=DEVICE)
     _list_draws[(3,)](counts, tiles)
     assert (counts == 1).all()
+
+
+@triton.jit
+def _draw_again(out_ptr, next_draw_ptr, tiles, resident):
+    tl.store(out_ptr + tl.program_id(0), gemm._next_draw(next_draw_ptr, tiles, resident))
+
+
+def test_programs_past_the_resident_ones_take_no_second_draw() -> None:
+    drawn = torch.full((5,), -1, dtype=torch.int32, device=DEVICE)
+    counter = torch.full((1,), 7, dtype=torch.int32, device=DEVICE)
+    _draw_again[(5,)](drawn, counter, 100, 3)
+    assert sorted(drawn[:3].tolist()) == [7, 8, 9]
+    assert drawn[3:].tolist() == [100, 100]  # which is past the last tile
+    assert counter.item() == 10
 
 
 def test_tuned_choices_are_kept_and_found_again(

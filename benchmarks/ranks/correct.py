@@ -1,6 +1,6 @@
 """Right on this machine: against one process, between schedules, under delays; single collectives.
 
-losses    EP 1 x EDP n and EP n x EDP 1 against one process with the whole batch (fp32)
+losses    every EP x EDP of the ranks against one process with the whole batch (fp32)
 bits      one training run again and again, with another schedule or other delays: the weights
           must be the same bits on every rank
 sizes     200 random sizes of a gather (exact) and a reduce-scatter (against float64)
@@ -57,11 +57,20 @@ def run(here: Here) -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)  # the reference adds with atomics
     good = _losses(here)
-    groups = ProcessGroups.build()
+    groups = ProcessGroups.build(device_type=here.device.type)
     collective = Collective(groups.dp, here.device, 0)
     weights = _bits(here, "collective", groups, **BY_NCCL)
     good &= weights is not None
     good &= _sizes(here, "collective", collective, collective)
+    if not here.shares_gpus:
+        good &= _pulled(here, groups, weights)
+    here.say("all as it should be" if good else "NOT as it should be")
+    here.note(check="all", good=good)
+
+
+def _pulled(here: Here, groups: ProcessGroups, weights: dict[str, list[str]] | None) -> bool:
+    """What is special to copy engines; ``weights`` are the collectives' ones by backend."""
+    good = True
     with here.peer_memory():
         streams = Streams(here.device)
         for staging in (2**20, STAGING_BYTES):
@@ -73,8 +82,7 @@ def run(here: Here) -> None:
         pulled = _train(here, groups, "reference", **only_gather)
         title = "bits, copy engine for the gather only = collective, reference"
         good &= _verdict(here, title, weights is not None and pulled == weights["reference"])
-    here.say("all as it should be" if good else "NOT as it should be")
-    here.note(check="all", good=good)
+    return good
 
 
 def _verdict(here: Here, check: str, good: bool, **facts: Any) -> bool:
@@ -91,9 +99,10 @@ def _verdict(here: Here, check: str, good: bool, **facts: Any) -> bool:
 def _losses(here: Here) -> bool:
     expected = _alone(here)
     good = True
-    for ep in (1, here.world):
-        groups = ProcessGroups.build(ep)
-        for overlap, transport in itertools.product((True, False), (BY_NCCL, PULLED)):
+    transports = (BY_NCCL,) if here.shares_gpus else (BY_NCCL, PULLED)
+    for ep in (size for size in range(1, here.world + 1) if here.world % size == 0):
+        groups = ProcessGroups.build(ep, device_type=here.device.type)
+        for overlap, transport in itertools.product((True, False), transports):
             got = _together(here, groups, overlap, transport)
             error = max(abs(a / b - 1) for a, b in zip(got, expected, strict=True))
             title = (

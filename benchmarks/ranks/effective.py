@@ -53,7 +53,7 @@ def run(here: Here) -> None:
     shape = TOY if here.toy else SHAPES["dsv3"]
     here.say(f"{shape}")
     backends = ("reference",) if here.toy else ("triton", "reference")
-    stages = {backend: _stage1(shape, backend, here.device) for backend in backends}
+    stages = {backend: stage1(shape, backend, here.device) for backend in backends}
     for name, options in (("copy engine", NCCL["8"]), *NCCL.items()):
         if here.seconds_left() < 15:
             here.say(f"no time left for {name} and after")
@@ -76,7 +76,8 @@ def run(here: Here) -> None:
         dist.destroy_process_group(group)
 
 
-def _stage1(shape: Shape, backend: str, device: torch.device) -> dict[str, Callable[[], object]]:
+def stage1(shape: Shape, backend: str, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return stage 1's "forward" and "backward" on random inputs, uniform routing."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
@@ -105,7 +106,7 @@ def _stage1(shape: Shape, backend: str, device: torch.device) -> dict[str, Calla
 def _windows(
     here: Here,
     shape: Shape,
-    stage1: dict[str, Callable[[], object]],
+    stage: dict[str, Callable[[], object]],
     gather: Gathers,
     reduce: Reduces,
 ) -> Iterator[Window]:
@@ -128,7 +129,7 @@ def _windows(
 
         yield Window(
             name,
-            stage1["forward" if name == "gather" else "backward"],
+            stage["forward" if name == "gather" else "backward"],
             collective,
             numel * dtype.itemsize * (here.world - 1) // here.world,
         )

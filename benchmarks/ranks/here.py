@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,11 @@ class Here:
             with self.notes.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(facts) + "\n")
 
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether there are more ranks than GPUs: gloo then, and no reading of a peer's memory."""
+        return self.cuda and dist.get_backend() == "gloo"
+
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -83,35 +88,42 @@ class Here:
         dist.all_gather_object(values, value)
         return values
 
+    def slowest(self, times: Sequence[float]) -> list[float]:
+        """Each the largest on any rank; a collective."""
+        values = torch.tensor(times, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return [float(value) for value in values.tolist()]
+
     def medians(
-        self, variants: Mapping[str, Callable[[], object]], rounds: int
+        self, variants: Mapping[str, Callable[[], object]], rounds: int, ahead_ms: float = 2.0
     ) -> dict[str, float]:
         """Return each variant's median time in ms, that of the slowest rank.
 
         The variants take turns, every round in another order (the same on all ranks), and the
         ranks begin each together.
+
+        Args:
+            ahead_ms: About how long the host may take to enqueue one without the device waiting.
         """
         marks: dict[str, list[Callable[[], float]]] = {name: [] for name in variants}
         shuffled = random.Random(0)
         for index in range(rounds + 1):
             for name, run in shuffled.sample(sorted(variants.items()), len(variants)):
-                elapsed = self._timed(run)
+                elapsed = self._timed(run, ahead_ms)
                 if index:  # the first round warms up
                     marks[name].append(elapsed)
         self.synchronize()
         mine = [statistics.median(e() for e in elapsed) for elapsed in marks.values()]
-        slowest = torch.tensor(mine, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return dict(zip(marks, slowest.tolist(), strict=True))
+        return dict(zip(marks, self.slowest(mine), strict=True))
 
-    def _timed(self, run: Callable[[], object]) -> Callable[[], float]:
+    def _timed(self, run: Callable[[], object], ahead_ms: float) -> Callable[[], float]:
         self.barrier()
         if not self.cuda:
             start = time.perf_counter()
             run()
             ms = (time.perf_counter() - start) * 1e3
             return lambda: ms
-        torch.cuda._sleep(4_000_000)  # about 2 ms, in which the host gets ahead of the device
+        torch.cuda._sleep(int(ahead_ms * 2e6))  # cycles, in which the host gets ahead
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run()

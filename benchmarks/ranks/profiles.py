@@ -6,24 +6,22 @@ Each schedule's files go to OUT/profiles/SCHEDULE, the unprofiled step times to 
 
 from __future__ import annotations
 
-import gzip
 import json
-import shutil
-import time
-from typing import Any
 
 import torch
 
 import profiling
 from benchmarks.ranks.here import Here
-from benchmarks.ranks.step import BY_NCCL, Tower, Training, Variant, steps
+from benchmarks.ranks.recorded import pack, record
+from benchmarks.ranks.step import steps
+from benchmarks.ranks.training import BY_NCCL, Tower, Training, Variant
 from benchmarks.stages import Shape
 
 LAYERS = 2
 SHAPE = Shape(8192, 8, 4096, 1536, 16)
 TOY = Shape(256, 2, 64, 512, 4)
 LATE_SECONDS = 0.3
-WAIT, WARMUP, ACTIVE = 1, 1, 9
+ACTIVE = 9
 # Schedule: its variant and the verdict that it must get.
 SCHEDULES = {
     "serialised": (Variant(config={"serialize": True, **BY_NCCL}), "FAIL"),
@@ -47,7 +45,7 @@ def run(here: Here) -> None:
             return
         training = Training(here, model, shape, variant)
         clock[name], _ = steps(here, training.step)
-        _record(here, training, name)
+        record(here, training, here.out / "profiles" / name, ACTIVE, LATE_SECONDS)
         training.close()
         del training
         if here.rank == 0:
@@ -58,42 +56,10 @@ def run(here: Here) -> None:
         (here.out / "profiles" / "clock.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _record(here: Here, training: Training, name: str) -> None:
-    folder = here.out / "profiles" / name
-    if here.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-    here.barrier()
-    here.synchronize()
-    with profiling.record(
-        folder,
-        wait=WAIT,
-        warmup=WARMUP,
-        active=ACTIVE,
-        settle=training.ddp.finish_in_flight,
-        record_shapes=not here.cuda,
-    ) as recorder:
-        for iteration in range(WAIT + WARMUP + ACTIVE):
-            if here.rank == 1 and iteration == WAIT + WARMUP:
-                here.synchronize()
-                time.sleep(LATE_SECONDS)
-            training.step()
-            recorder.step()
-    here.barrier()
-
-
 def _judge(here: Here, name: str, expected: str, step_ms: float) -> None:
     """Trim the schedule's files, pack them and check them."""
     folder = here.out / "profiles" / name
-    sizes = []
-    for path in sorted(folder.iterdir()):
-        packed = folder / f"{path.name.split('.')[0]}.pt.trace.json.gz"
-        trace = json.loads(gzip.decompress(path.read_bytes()))
-        path.unlink()
-        if here.cuda:
-            trace["traceEvents"] = [event for event in trace["traceEvents"] if _needed(event)]
-        content = json.dumps(trace, separators=(",", ":")).encode()
-        packed.write_bytes(gzip.compress(content, 9, mtime=0))
-        sizes.append(packed.stat().st_size)
+    sizes = pack(here, folder)
     report = profiling.check(folder)
     verdict = report.verdict.value
     here.say(
@@ -110,36 +76,3 @@ def _judge(here: Here, name: str, expected: str, step_ms: float) -> None:
         bytes=sizes,
         report=json.loads(profiling.to_json(report)),
     )
-
-
-# What only the profiler's own viewers read.
-_VIEWERS = {
-    "External id",
-    "Record function id",
-    "Ev Idx",
-    "cbid",
-    "queued",
-    "context",
-    "blocks per SM",
-    "warps per SM",
-    "est. achieved occupancy %",
-    "registers per thread",
-    "Fwd thread id",
-    "Sequence number",
-}
-
-
-def _needed(event: dict[str, Any]) -> bool:
-    """Return whether a GPU trace needs the event to be judged; one that it does loses arguments."""
-    category, name = event.get("cat", ""), event["name"]
-    if category in ("cuda_runtime", "cuda_driver"):
-        keep = any(word in name for word in ("Launch", "Memcpy", "Memset"))
-    else:
-        keep = (
-            category in ("kernel", "gpu_memcpy", "gpu_memset", "user_annotation")
-            or event["ph"] == "M"
-            or name == "record_param_comms"
-        )
-    for argument in [key for key in event.get("args", {}) if key in _VIEWERS]:
-        del event["args"][argument]
-    return keep

@@ -1,9 +1,11 @@
 """The two grouped products: expert rows times a weight, and rows times rows into a weight gradient.
 
-Both kernels are persistent. Programs draw tiles from a counter in memory instead of striding over
-them, because a static stride makes the whole product wait for the one program whose SM a collective
-holds. The grid is the SMs that the caller leaves to the product; the result does not depend on it,
-since no tile is ever split.
+Both kernels are persistent. Where a collective needs SMs, programs draw tiles from a counter in
+memory instead of striding over them, because a static stride makes the whole product wait for the
+one program whose SM the collective holds. As many programs stay as the collective leaves SMs;
+others queue behind them and take a single draw, so that an SM works whenever the collective does
+not hold it, and is soon free again. The result depends on none of this, since no tile is ever
+split.
 
 An operand that is already expert-major comes through a TMA descriptor; one that must be gathered by
 token comes through pointers (Hopper's TMA cannot gather), with the row map read inside the product.
@@ -35,18 +37,24 @@ def _tile_order(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _draw(index, tiles):
+def _draw(index, tiles, grid):
     """Return (first, end, step) of the tiles of one draw: four, or one in the last rounds.
 
     Between two draws the pipeline drains; the single tiles at the end keep the finish even. The
     tiles of a draw lie one grid apart, so that at any time the programs work side by side, as in a
     static schedule, and share what they load through the L2.
     """
-    grid = tl.num_programs(0)
     fours = tl.maximum(tiles - 4 * grid, 0) // (4 * grid) * grid  # draws of four
     single = index >= fours
     first = tl.where(single, 3 * fours + index, index // grid * (4 * grid) + index % grid)
     return first, first + tl.where(single, 1, 3 * grid + 1), grid
+
+
+@triton.jit
+def _next_draw(next_draw_ptr, tiles, resident):
+    """Draw again; programs past the resident ones take no second draw."""
+    stays = tl.program_id(0) < resident
+    return tl.where(stays, tl.atomic_add(next_draw_ptr, stays.to(tl.int32)), tiles)
 
 
 @triton.jit
@@ -88,7 +96,7 @@ def _rows_tile(
 
 @triton.jit
 def _rows_by_weight(
-    a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_draw_ptr,
+    a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_draw_ptr, resident,
     N, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
@@ -101,15 +109,15 @@ def _rows_by_weight(
     # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
         draw = tl.atomic_add(next_draw_ptr, 1)
-        first, end, step = _draw(draw, tiles)
+        first, end, step = _draw(draw, tiles, resident)
         while first < tiles:
-            draw = tl.atomic_add(next_draw_ptr, 1)
+            draw = _next_draw(next_draw_ptr, tiles, resident)
             for tile in tl.range(first, end, step, flatten=True):
                 _rows_tile(
                     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
                     a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
                 )  # fmt: skip
-            first, end, step = _draw(draw, tiles)
+            first, end, step = _draw(draw, tiles, resident)
     else:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _rows_tile(
@@ -132,17 +140,19 @@ def _weight_tile(
     within = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if GATHER:
+        # Past its last row an expert reads that row again, and b is zero there: no mask, and what
+        # is not finite spreads to no expert that does not have it. An empty one takes no step.
         # Carried from step to step, so that the row loads do not wait for their own map.
-        token = tl.load(row_token_ptr + start + within, mask=within < count, other=-1)
+        token = tl.load(row_token_ptr + tl.maximum(start + tl.minimum(within, count - 1), 0))
     for first in tl.range(0, count, BLOCK_K):
         if GATHER:
-            mask = (token >= 0)[:, None]
-            if not EVEN_M:
-                mask = mask & (m_index < M)[None, :]
             a_ptrs = row_pointer(a, token, M)[:, None] + m_index[None, :]
-            a_tile = tl.load(a_ptrs, mask=mask, other=0.0)
-            later = first + BLOCK_K + within
-            token = tl.load(row_token_ptr + start + later, mask=later < count, other=-1)
+            if EVEN_M:
+                a_tile = tl.load(a_ptrs)
+            else:
+                a_tile = tl.load(a_ptrs, mask=(m_index < M)[None, :], other=0.0)
+            later = tl.minimum(first + BLOCK_K + within, count - 1)
+            token = tl.load(row_token_ptr + start + later)
         else:
             a_tile = a.load([start + first, m * BLOCK_M])
         acc = tl.dot(a_tile.T, b_desc.load([start + first, n * BLOCK_N]), acc)
@@ -162,7 +172,8 @@ def _weight_tile(
 
 @triton.jit
 def _weight_grad(
-    a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_draw_ptr, EXPERTS, M, N,
+    a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_draw_ptr, resident,
+    EXPERTS, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     GATHER: tl.constexpr, EVEN_M: tl.constexpr, ACCUMULATE: tl.constexpr,
     DYNAMIC: tl.constexpr,
@@ -178,15 +189,15 @@ def _weight_grad(
     # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
         draw = tl.atomic_add(next_draw_ptr, 1)
-        first, end, step = _draw(draw, tiles)
+        first, end, step = _draw(draw, tiles, resident)
         while first < tiles:
-            draw = tl.atomic_add(next_draw_ptr, 1)
+            draw = _next_draw(next_draw_ptr, tiles, resident)
             for tile in tl.range(first, end, step, flatten=True):
                 _weight_tile(
                     tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, counts_ptr,
                     starts_ptr, M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M, ACCUMULATE,
                 )  # fmt: skip
-            first, end, step = _draw(draw, tiles)
+            first, end, step = _draw(draw, tiles, resident)
     else:
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
             _weight_tile(
@@ -218,11 +229,13 @@ def rows_by_weight(
         return out
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     b_block = [1, block_n, block_k] if transposed else [1, block_k, block_n]
-    _rows_by_weight[(grid.programs,)](
+    tiles = rows // block_m * triton.cdiv(n, block_n)
+    _rows_by_weight[(grid.programs(tiles),)](
         a if gather else TensorDescriptor.from_tensor(a, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, b_block),
         TensorDescriptor.from_tensor(out, [block_m, block_n // 2]),
-        tables.row_token, tables.tile_expert, tables.starts[-1:], _counter(grid, a), n, k, k,
+        tables.row_token, tables.tile_expert, tables.starts[-1:], _counter(grid, a),
+        grid.resident, n, k, k,
         ALIGN=ROW_ALIGN, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
         GATHER=gather, TRANSPOSED=transposed, EVEN_K=k % block_k == 0,
         DYNAMIC=grid.dynamic,
@@ -239,29 +252,34 @@ def weight_grad(
     gather: bool,
     config: TileConfig,
     grid: Grid,
-    add_to: torch.Tensor | None = None,  # [g, M, N] fp32
+    out: torch.Tensor | None = None,  # [g, M, N] fp32
+    add: bool = False,
 ) -> torch.Tensor:
     """Return [g, M, N]: the sum over each expert's rows of a[row] outer b[row]; 0 without rows.
 
-    Padding rows of ``b`` and of an expert-major ``a`` hold zeros. With ``add_to`` the fp32 sum is
-    added there, unrounded, and that tensor is returned.
+    Padding rows of ``b`` and of an expert-major ``a`` hold zeros. With ``out`` the fp32 sum is
+    written there, or added to what is there, unrounded, and that tensor is returned.
     """
     experts, m, n = tables.counts.shape[0], a.shape[1], b.shape[1]
+    stages = config.stages
+    if out is None:
+        out = a.new_empty(experts, m, n)
+    else:
+        stages = min(stages, 3)  # a half tile of fp32 takes twice the room beside the pipeline
     if not tables.row_token.shape[0]:
-        return a.new_zeros(experts, m, n) if add_to is None else add_to
-    out = a.new_empty(experts, m, n) if add_to is None else add_to
+        return out if add else out.zero_()
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
-    _weight_grad[(grid.programs,)](
+    tiles = experts * triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
+    _weight_grad[(grid.programs(tiles),)](
         a if gather else TensorDescriptor.from_tensor(a, [block_k, block_m]),
         TensorDescriptor.from_tensor(b, [block_k, block_n]),
-        # An fp32 half tile is twice as large; the pipeline gives up a stage for it below.
         TensorDescriptor.from_tensor(out, [1, block_m, block_n // 2]),
-        tables.row_token, tables.counts, tables.starts, _counter(grid, a), experts, m, n,
+        tables.row_token, tables.counts, tables.starts, _counter(grid, a), grid.resident,
+        experts, m, n,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
-        GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add_to is not None,
+        GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add,
         DYNAMIC=grid.dynamic,
-        num_warps=config.warps,
-        num_stages=config.stages if add_to is None else min(config.stages, 3),
+        num_warps=config.warps, num_stages=stages,
     )  # fmt: skip
     return out
 

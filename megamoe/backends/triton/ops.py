@@ -5,7 +5,7 @@
     megamoe::stage2_backward     gathered dy @ W2, SwiGLU backward
     megamoe::rows_to_tokens      d_l1 @ W1, combine
     megamoe::weight_grad         dW1 or dW2
-    megamoe::add_weight_grad     the same, added to an existing fp32 gradient
+    megamoe::weight_grad_out     the same, written or added to an existing fp32 gradient
     megamoe::slot_values         a value per row, brought back to [T, K]
     megamoe::route               ids, weights and balance sums of router logits; differentiable
     megamoe::route_backward      its gradient
@@ -161,7 +161,7 @@ def _(d_l1: Tensor, w1: Tensor, tables: list[Tensor]) -> Tensor:
 @_op("weight_grad(Tensor tokens, Tensor rows, Tensor[] tables, bool tokens_first) -> Tensor")
 def _weight_grad(tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool) -> Tensor:
     """Sum tokens[t] outer rows[r] over each expert's rows r, t the row's token; or transposed."""
-    return _summed(tokens, rows, tables, tokens_first, None)
+    return _summed(tokens, rows, tables, tokens_first)
 
 
 @_fake("weight_grad")
@@ -172,17 +172,19 @@ def _(tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool) ->
 
 
 @_op(
-    "add_weight_grad(Tensor(a!) out, Tensor tokens, Tensor rows, Tensor[] tables,"
-    " bool tokens_first) -> ()"
+    "weight_grad_out(Tensor(a!) out, Tensor tokens, Tensor rows, Tensor[] tables,"
+    " bool tokens_first, bool add) -> ()"
 )
-def _add_weight_grad(
-    out: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool
+def _weight_grad_out(
+    out: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool, add: bool
 ) -> None:
-    _summed(tokens, rows, tables, tokens_first, out)
+    _summed(tokens, rows, tables, tokens_first, out, add)
 
 
-@_fake("add_weight_grad")
-def _(out: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool) -> None:
+@_fake("weight_grad_out")
+def _(
+    out: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool, add: bool
+) -> None:
     return None
 
 
@@ -308,7 +310,12 @@ def _rows_by_weight(
 
 
 def _summed(
-    tokens: Tensor, rows: Tensor, tables: list[Tensor], tokens_first: bool, add_to: Tensor | None
+    tokens: Tensor,
+    rows: Tensor,
+    tables: list[Tensor],
+    tokens_first: bool,
+    out: Tensor | None = None,
+    add: bool = False,
 ) -> Tensor:
     routing = RoutingTables(*tables)
     tokens, rows = dense(tokens), dense(rows)
@@ -319,7 +326,7 @@ def _summed(
     experts = routing.counts.shape[0]
     config = _config(product, a.shape[1], b.shape[1], 0, experts, routing, a)
     return weight_grad(
-        a, b, routing, gather=tokens_first, config=config, grid=grid_for(a.device), add_to=add_to
+        a, b, routing, gather=tokens_first, config=config, grid=grid_for(a.device), out=out, add=add
     )
 
 

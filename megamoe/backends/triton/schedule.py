@@ -7,12 +7,18 @@ strides over its tiles; otherwise it leaves that many SMs free and its programs 
 counter, because a collective may still hold up any one of them. The results are the same bits
 either way.
 
+What is left free is not idle while no collective wants it: behind the programs that stay queue
+others that take one draw of tiles each. The hardware places a waiting collective, whose stream has
+the higher priority, before them: it waits for one draw at most, and after it they use the SMs
+again.
+
 The budget is read when a kernel is launched. In a CUDA graph it is therefore fixed at capture: with
 overlap, capture while the budget reports what the replay will need.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -28,11 +34,25 @@ _budgets: Counter[Budget] = Counter()  # how many layers were handed each
 _thread = threading.local()
 
 
+TILES_PER_DRAW = 4
+
+
 class Grid(NamedTuple):
     """The launch of one persistent kernel."""
 
-    programs: int
-    dynamic: bool  # tiles are drawn from a counter instead of strided over
+    resident: int  # programs that stay until no tile is left
+    reserved: int = 0  # SMs left to collectives
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether tiles are drawn from a counter instead of strided over."""
+        return self.reserved > 0
+
+    def programs(self, tiles: int) -> int:
+        """Return the programs to launch for at most ``tiles`` tiles: the resident ones, and as many
+        of one draw as would keep the reserved SMs busy for the whole product."""
+        share = self.reserved / (self.resident + self.reserved)
+        return self.resident + math.ceil(tiles * share / TILES_PER_DRAW)
 
 
 def add_sm_budget(budget: Budget) -> Callable[[], None]:
@@ -70,7 +90,7 @@ def grid_for(device: torch.device) -> Grid:
         raise ValueError(
             f"the SM budget asks for {reserved} SMs of {total}; it must be at least 0 and leave one"
         )
-    return Grid(total - reserved, reserved > 0)
+    return Grid(total - reserved, reserved)
 
 
 def multiprocessors(device: torch.device) -> int:

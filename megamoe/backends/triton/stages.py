@@ -5,6 +5,8 @@ The handle is `tables.RoutingTables`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -113,15 +115,31 @@ def fused_router(
 def _weight_grad(
     weight: Tensor, tokens: Tensor, rows: Tensor, tables: list[Tensor], *, tokens_first: bool
 ) -> Tensor:
-    """Return the weight's gradient, or add it to ``weight.main_grad`` where the engine offers that.
+    """Return the weight's gradient, or write it to fp32 memory where the engine offers some.
 
-    The offer is Megatron's: a parameter with a ``main_grad`` and a ``grad_added_to_main_grad`` that
-    is False. The flag is then set, and an unwritten tensor is returned, so that autograd still runs
-    the parameter's hooks; whoever set the flags must not read it.
+    The offer is Megatron's: a parameter with a ``main_grad`` and a ``grad_added_to_main_grad``; a
+    ``get_main_grad()`` may refuse for now, by None. The gradient is added to what is there, unless
+    a true ``overwrite_main_grad`` says that it means nothing. The flag is then set, and a stand-in
+    is returned, so that autograd still runs the parameter's hooks: with ``zero_out_wgrad`` a zero
+    that takes no memory, else an unwritten tensor, which nobody may read.
     """
-    if getattr(weight, "grad_added_to_main_grad", None) is None:
+    main_grad = _offered(weight)
+    if main_grad is None:
         return ops.weight_grad(tokens, rows, tables, tokens_first)
-    main_grad: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    ops.add_weight_grad(main_grad, tokens, rows, tables, tokens_first)
+    # Another use of the weight in this backward may have been here first.
+    add = weight.grad_added_to_main_grad or not getattr(weight, "overwrite_main_grad", False)  # type: ignore[attr-defined]
+    ops.weight_grad_out(main_grad, tokens, rows, tables, tokens_first, add)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch._efficientzerotensor(weight.shape, dtype=weight.dtype, device=weight.device)
     return torch.empty_like(weight)
+
+
+def _offered(weight: Any) -> Tensor | None:
+    """Return the memory that the engine offers now, or None."""
+    # A compiled backward knows no attributes of parameters; its gradients go through autograd.
+    if torch.compiler.is_compiling() or getattr(weight, "grad_added_to_main_grad", None) is None:
+        return None
+    ask = getattr(weight, "get_main_grad", None)
+    main_grad: Tensor | None = ask() if ask else weight.main_grad
+    return main_grad

@@ -6,8 +6,8 @@ same in every run. Rows between an expert's last slot and its run's end are padd
 is -1 and the routing weight 0 there. Rows past the last run are never touched.
 
 Three launches build the tables without the host seeing a single count: a histogram per block of
-slots, one prefix program over blocks and experts, and a scatter. Buffers have their worst-case
-size.
+slots, a prefix sum over the blocks for a few experts per program, and a scatter. Buffers have their
+worst-case size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = ["ROW_ALIGN", "RoutingTables", "build_tables", "max_rows"]
 ROW_ALIGN = 128  # rows; every tile height divides it, so no tile spans two experts
 
 _ALIGN = tl.constexpr(ROW_ALIGN)
+_OWN = 8  # experts of one prefix program
 _ONE_HOT = 4096  # elements of the [slots, experts] one-hot that one program ranks
 
 
@@ -62,7 +63,7 @@ def _local_expert(ids_ptr, slots, mask, first_expert, all_experts, EXPERTS):
 # debug=True keeps the id assertion in the compiled kernel (it fires on the device: no sync).
 @triton.jit(debug=True)
 def _histogram(
-    ids_ptr, block_counts_ptr, num_slots, first_expert, all_experts,
+    ids_ptr, block_counts_ptr, counts_ptr, num_slots, first_expert, all_experts,
     EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -70,52 +71,63 @@ def _histogram(
     experts = tl.arange(0, EXPERTS_POW2)
     local = _local_expert(ids_ptr, slots, slots < num_slots, first_expert, all_experts, EXPERTS)
     hits = (local[:, None] == experts[None, :]).to(tl.int32)
-    tl.store(block_counts_ptr + block * EXPERTS + experts, tl.sum(hits, 0), experts < EXPERTS)
+    counts = tl.sum(hits, 0)
+    tl.store(block_counts_ptr + block * EXPERTS + experts, counts, experts < EXPERTS)
+    tl.atomic_add(counts_ptr + experts, counts, experts < EXPERTS)  # integers: any order will do
+
+
+@triton.jit
+def _take(values, experts, own):
+    """Return values[own], where values[i] belongs to experts[i]."""
+    return tl.sum(tl.where(experts[None, :] == own[:, None], values[None, :], 0), 1)
 
 
 @triton.jit
 def _prefix(
     block_counts_ptr, counts_ptr, starts_ptr, tile_expert_ptr, row_token_ptr, row_weight_ptr,
     num_blocks, num_tiles,
-    EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, OWN: tl.constexpr, BLOCKS: tl.constexpr,
+    TILES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One program: block_counts becomes each block's first row per expert; pad rows are marked."""
+    """For OWN experts: block_counts becomes each block's first row; their tiles and pad rows are
+    marked. Every program works out where all runs start; the first one writes it down."""
     experts = tl.arange(0, EXPERTS_POW2)
-    valid = experts < EXPERTS
-    counts = tl.zeros([EXPERTS_POW2], tl.int32)
-    for first in range(0, num_blocks, CHUNK):
-        blocks = first + tl.arange(0, CHUNK)
-        at = blocks[:, None] * EXPERTS + experts[None, :]
-        mask = (blocks[:, None] < num_blocks) & valid[None, :]
-        counts += tl.sum(tl.load(block_counts_ptr + at, mask=mask, other=0), 0)
-
+    counts = tl.load(counts_ptr + experts, mask=experts < EXPERTS, other=0)
     runs = (counts + ALIGN - 1) // ALIGN * ALIGN
     ends = tl.cumsum(runs, 0)
-    starts = ends - runs
-    tl.store(counts_ptr + experts, counts, valid)
-    tl.store(starts_ptr + experts, starts, valid)
-    tl.store(starts_ptr + EXPERTS, tl.sum(runs, 0))
+    rows_used = tl.sum(runs, 0)
+    if tl.program_id(0) == 0:
+        tl.store(starts_ptr + experts, ends - runs, experts < EXPERTS)
+        tl.store(starts_ptr + EXPERTS, rows_used)
+        # Rows past the last run belong to nobody; expert 0 keeps the entry a valid index.
+        for first in range(rows_used // ALIGN, num_tiles, TILES):
+            tiles = first + tl.arange(0, TILES)
+            tl.store(tile_expert_ptr + tiles, tl.zeros([TILES], tl.int32), tiles < num_tiles)
 
-    base = starts
-    for first in range(0, num_blocks, CHUNK):
-        blocks = first + tl.arange(0, CHUNK)
-        at = blocks[:, None] * EXPERTS + experts[None, :]
-        mask = (blocks[:, None] < num_blocks) & valid[None, :]
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    valid = (own < EXPERTS)[None, :]
+    count = _take(counts, experts, own)
+    end = _take(ends, experts, own)
+    start = end - (count + ALIGN - 1) // ALIGN * ALIGN
+
+    base = start
+    for first in range(0, num_blocks, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        at = blocks[:, None] * EXPERTS + own[None, :]
+        mask = (blocks[:, None] < num_blocks) & valid
         here = tl.load(block_counts_ptr + at, mask=mask, other=0)
         tl.store(block_counts_ptr + at, base[None, :] + tl.cumsum(here, 0) - here, mask)
         base += tl.sum(here, 0)
 
-    for first in range(0, num_tiles, CHUNK):
-        tiles = first + tl.arange(0, CHUNK)
-        owner = tl.sum((tiles[:, None] * ALIGN >= ends[None, :]).to(tl.int32), 1)
-        # Rows past the last run belong to nobody; expert 0 keeps the entry a valid index.
-        tl.store(tile_expert_ptr + tiles, tl.where(owner < EXPERTS, owner, 0), tiles < num_tiles)
+    for first in range(0, tl.max(end - start, 0) // ALIGN, TILES):
+        tiles = start[None, :] // ALIGN + first + tl.arange(0, TILES)[:, None]
+        owner = tl.zeros([TILES, OWN], tl.int32) + own[None, :]
+        tl.store(tile_expert_ptr + tiles, owner, valid & (tiles * ALIGN < end[None, :]))
 
-    for first in range(0, ALIGN, CHUNK):
-        rows = (starts + counts)[None, :] + first + tl.arange(0, CHUNK)[:, None]
-        pad = valid[None, :] & (rows < ends[None, :])
-        tl.store(row_token_ptr + rows, tl.full([CHUNK, EXPERTS_POW2], -1, tl.int32), pad)
-        tl.store(row_weight_ptr + rows, tl.zeros([CHUNK, EXPERTS_POW2], tl.float32), pad)
+    rows = (start + count)[None, :] + tl.arange(0, ALIGN)[:, None]
+    pad = valid & (rows < end[None, :])
+    tl.store(row_token_ptr + rows, tl.full([ALIGN, OWN], -1, tl.int32), pad)
+    tl.store(row_weight_ptr + rows, tl.zeros([ALIGN, OWN], tl.float32), pad)
 
 
 @triton.jit(debug=True)
@@ -167,7 +179,7 @@ def build_tables(
     tables = RoutingTables(
         slot_row=ints(tokens, top_k),
         row_token=ints(rows),
-        counts=ints(experts),
+        counts=torch.zeros(experts, dtype=torch.int32, device=device),
         starts=ints(experts + 1),
         tile_expert=ints(rows // ROW_ALIGN),
     )
@@ -178,12 +190,13 @@ def build_tables(
     sizes = {"EXPERTS": experts, "EXPERTS_POW2": experts_pow2}
     if blocks:
         _histogram[(blocks,)](
-            topk_idx, block_counts, slots, first_expert, all_experts, **sizes, BLOCK=block
-        )
-    _prefix[(1,)](
+            topk_idx, block_counts, tables.counts, slots, first_expert, all_experts,
+            **sizes, BLOCK=block,
+        )  # fmt: skip
+    _prefix[(triton.cdiv(experts, _OWN),)](
         block_counts, tables.counts, tables.starts, tables.tile_expert, tables.row_token,
         row_weight, blocks, rows // ROW_ALIGN,
-        **sizes, CHUNK=max(1, min(64, 8192 // experts_pow2)), ALIGN=ROW_ALIGN, num_warps=8,
+        **sizes, OWN=_OWN, BLOCKS=512, TILES=128, ALIGN=ROW_ALIGN, num_warps=8,
     )  # fmt: skip
     if blocks:
         _scatter[(blocks,)](
