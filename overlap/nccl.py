@@ -108,8 +108,9 @@ def ctas_of_group(group: dist.ProcessGroup) -> int | None:
     given = os.environ.get("NCCL_MAX_CTAS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
-    backend: Any = group._get_backend(torch.device("cuda"))
-    ctas = int(backend.options.config.max_ctas)
+    options = getattr(group._get_backend(torch.device("cuda")), "options", None)
+    config = getattr(options, "config", None)  # torch's debugging wrapper has none
+    ctas = int(getattr(config, "max_ctas", 0))
     return ctas if ctas > 0 else None  # NCCL's mark for "not set" is negative
 
 

@@ -145,6 +145,16 @@ class FakeNccl:
             self.config = SimpleNamespace(min_ctas=unset, max_ctas=unset, cga_cluster_size=unset)
 
 
+class WrappedGroup:
+    """A group under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+
+    def size(self) -> int:
+        return 4
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return object()
+
+
 class FakeGroup:
     def __init__(self, size: int, **config: int) -> None:
         self._size = size
@@ -168,8 +178,9 @@ class FakeGroup:
         ("cuda:nccl", FakeGroup(4), "many", None),
         ("cuda:nccl", FakeGroup(1, max_ctas=16), "8", 0),
         ("cpu:gloo", FakeGroup(4, max_ctas=16), "8", 0),
+        ("cuda:nccl", WrappedGroup(), None, None),
     ],
-    ids=["its options", "NCCL's choice", "variable", "no number", "alone", "gloo"],
+    ids=["its options", "NCCL's choice", "variable", "no number", "alone", "gloo", "wrapped"],
 )
 def test_ctas_of_a_group(
     monkeypatch: pytest.MonkeyPatch,

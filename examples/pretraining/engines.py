@@ -137,9 +137,10 @@ class MegatronEngine:
             _key(index): _inner(chunk).sharded_state_dict(metadata=metadata)
             for index, chunk in enumerate(self.chunks)
         }
-        optimizer = self.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=metadata
-        )
+        with overlap.megatron.padding_kept(self.chunks):
+            optimizer = self.optimizer.sharded_state_dict(
+                model, is_loading=is_loading, metadata=metadata
+            )
         return {**model, "optimizer": optimizer}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from overlap.megatron.checkpoint import padding_kept
 from overlap.megatron.explain import Explanation, Finding, Reason, diagnose, explain
 from overlap.megatron.layout import (
     Chunk,
@@ -36,6 +37,7 @@ __all__ = [
     "diagnose",
     "explain",
     "finish_in_flight",
+    "padding_kept",
     "plan_buckets",
     "take_waited_ms",
     "wrap",

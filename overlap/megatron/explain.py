@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from overlap.megatron.checkpoint import padded_inside
 from overlap.megatron.layout import Chunk, MegatronBucket, Parameter, bucket_name
 from overlap.megatron.nccl import environment
 from overlap.nccl import ctas_of_group
@@ -59,7 +60,7 @@ class Explanation:
     """A model chunk's buckets in the order of their gathers, and what is wrong with them.
 
     ``str()`` lists both. `findings` is empty where nothing stands in the way of hiding; `notes`
-    say what could make the hiding save more time.
+    say what else to look after.
     """
 
     chunk: Chunk
@@ -212,6 +213,12 @@ def explain(ddp: Any, forward: Callable[[], Any] | None = None) -> Explanation:
 
 
 def _notes(ddp: Any) -> Iterator[str]:
+    if ddp.ddp_config.use_distributed_optimizer and padded_inside([ddp]):
+        yield (
+            "buckets end in padding, over which Megatron-core's fully_reshardable checkpoints of "
+            "the optimizer stumble: call its sharded_state_dict inside "
+            "overlap.megatron.padding_kept(model_chunks)"
+        )
     groups = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
     if any(ctas_of_group(process_group(group)) is None for group in groups):
         yield (
