@@ -47,7 +47,7 @@ def run(here: Here) -> None:
     def add(staging: int) -> None:
         reduce = PullReduce(group, here.device, streams, Staging(here.device, streams, staging))
         with here.peer_memory():
-            memory = reduce.allocate(numel, torch.float32).zero_()
+            memory = reduce.allocate(numel, torch.float32).normal_()
         issues[staging] = []
 
         def issue() -> Callable[[], None]:
