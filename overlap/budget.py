@@ -55,7 +55,7 @@ class SmBudget:
 
     def expect(self, *transports: Transport) -> None:
         """Collectives of these may run beside the replays of a graph."""
-        self._at_capture = max(self._at_capture, *(transport.sms for transport in transports))
+        self._at_capture = max([self._at_capture, *(transport.sms for transport in transports)])
 
     def issued(self, transport: Transport, flight: Flight) -> None:
         """A collective has been issued."""

@@ -145,6 +145,41 @@ class FakeNccl:
             self.config = SimpleNamespace(min_ctas=unset, max_ctas=unset, cga_cluster_size=unset)
 
 
+def of_two_chunks() -> list[int]:
+    """The budget while gathers of two model chunks are issued one by one, and after their waits."""
+    import overlap.megatron
+
+    group = megatron_shim.initialize(2)
+    models = [Model(group), Model(group)]
+    layers = []
+    for model in models:
+        model.config = transformer_config(2)
+        for block in model.blocks:
+            block.moe = Layer(block.moe, [])
+            layers.append(block.moe)
+    with (
+        megatron_shim.on_cpu(),
+        mock.patch("overlap.megatron.wiring._Handle.done", return_value=False),
+    ):
+        chunks = overlap.megatron.wrap(models, collective_sms=8)
+        (budget,) = {layer.budget for layer in layers}
+        seen = [budget()]
+        for groups in ("expert_parallel_bucket_groups", "bucket_groups"):
+            for chunk in chunks:
+                getattr(chunk, groups)[-1].start_param_sync()
+                seen.append(budget())
+        overlap.megatron.finish_in_flight(chunks[1:])
+        seen.append(budget())
+        overlap.megatron.finish_in_flight(chunks[:1])
+    return [*seen, budget()]
+
+
+@needs_megatron
+def test_chunks_share_one_budget(ranks: Ranks) -> None:
+    # The second chunk's wait covers what the same groups began before; dense and expert add up.
+    assert ranks.run(4, of_two_chunks) == [[0, 8, 8, 16, 16, 0, 0]] * 4
+
+
 class WrappedGroup:
     """A group under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 

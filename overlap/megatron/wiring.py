@@ -105,7 +105,8 @@ def wrap(
             )
         _wire(ddp, strict, measure_waits)
         wrapped.append(ddp)
-    _budget(wrapped, collective_sms)
+    if wrapped:
+        _budget(wrapped, collective_sms)
     if strict:
         _raise_lost(wrapped)
     return wrapped
