@@ -10,7 +10,8 @@ step   peak of one whole step of the stack through the engine (group of `--edp`,
        collectives), above what is allocated between steps; `resident` is the latter: weights,
        fp32 gradients, and this rank's share of masters and moments
 
-The claim: ours holds what the reference holds, 0.4 of what keeping x would, and peaks lower.
+The claim: ours holds about what the reference holds, less than 0.6 of what keeping x would, and
+peaks at half.
 """
 
 from __future__ import annotations
