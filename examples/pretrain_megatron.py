@@ -11,6 +11,7 @@ prints the geometry without GPUs. See docs/megatron.md.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     ``--strict_overlap`` in which something cannot hide."""
     try:
         args = flags.parse(argv)
+        if importlib.util.find_spec("megatron") is None:
+            raise flags.FlagError("megatron-core is not installed: pip install -e '.[megatron]'")
         return _dry_run(args) if args.dry_run else _train(args)
     except flags.FlagError as error:
         print(f"pretrain_megatron: {error}", file=sys.stderr)
@@ -43,13 +46,20 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    import torch
+
     if args.device == "cuda":
+        if not torch.cuda.is_available():
+            raise flags.FlagError(
+                f"torch {torch.__version__} sees no GPU: give device cpu and a world_size for a "
+                "trial without, or dry_run"
+            )
+        if not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys():
+            raise flags.FlagError("no launcher has started this: use torchrun or srun")
         _run(args)
     elif "RANK" in os.environ:
         _run_on_cpu(int(os.environ["RANK"]), args)
     else:
-        import torch
-
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
         with tempfile.TemporaryDirectory() as folder:
             ranks = args.world_size or 1

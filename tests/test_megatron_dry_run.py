@@ -66,7 +66,10 @@ def test_later_stages_do_not_bucket() -> None:
     ("script", "says"),
     [
         ("one_node.sh", ["ranks 8 = PP 1 x DP 8", "EP 8 x EDP 1, 32 of 256", "group of one"]),
-        ("one_node_cuda_graphs.sh", ["CUDA graphs of whole layers after 3 steps", "triton"]),
+        (
+            "one_node_cuda_graphs.sh",
+            ["CUDA graphs of whole layers after 3 steps", "triton", "EP 1 x EDP 8, 32 of 32"],
+        ),
         (
             "eight_nodes.sbatch",
             ["ranks 64 = PP 8 x DP 8", "stage 7: layers 55-60 (6 with experts), mtp, loss"],
@@ -118,6 +121,11 @@ def test_strict_dry_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
             [*SPLIT, "--external_cuda_graph", "--mega_moe_backend", "reference"],
             "cannot capture mega_moe_backend reference",
         ),
+        (
+            [*SPLIT, "--mega_moe_backend", "triton", "--expert_model_parallel_size", "2"],
+            "expert_model_parallel_size is 2: set it to 1",
+        ),
+        (["--data_path", "no/such"], "there is no no/such.idx"),
         (
             ["--external_cuda_graph", "--cuda_graph_scope", "banana"],
             "Megatron-core refuses the flags: it knows no 'banana'",

@@ -331,6 +331,15 @@ def validate(args: argparse.Namespace) -> None:
             "device: choose triton",
         ),
         (
+            split and args.mega_moe_backend == "triton" and args.expert_model_parallel_size > 1,
+            "mega_moe_backend triton needs all experts on one rank and expert_model_parallel_size "
+            f"is {args.expert_model_parallel_size}: set it to 1, or take another backend",
+        ),
+        (
+            bool(args.data_path) and not Path(f"{args.data_path}.idx").is_file(),
+            f"data_path {args.data_path} is no indexed dataset: there is no {args.data_path}.idx",
+        ),
+        (
             bool(args.profile) and args.profile_start + args.profile_steps > args.train_iters,
             f"profile_start {args.profile_start} and profile_steps {args.profile_steps} end after "
             f"train_iters {args.train_iters}",
