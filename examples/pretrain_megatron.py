@@ -15,6 +15,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 from examples.pretraining import flags
+
+# Every rank would say each of them several times; docs/megatron.md has what happens without these.
+warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+warnings.filterwarnings("ignore", message="full scope is deprecated")
+warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples import pretrain_megatron
 from examples.pretraining import flags
@@ -166,6 +167,26 @@ def test_strict_dry_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_flags(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_megatron.main(["--dry_run", "--world_size", "2", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+@needs_megatron
+def test_training_needs_a_gpu_and_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for there, says in ((False, "sees no GPU"), (True, "use torchrun or srun")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert pretrain_megatron.main(["--mock_data"]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_without_megatron_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain_megatron.importlib.util, "find_spec", lambda name: None)
+    assert pretrain_megatron.main(["--dry_run", "--world_size", "2"]) == 2
+    assert "pip install -e '.[megatron]'" in capsys.readouterr().err
 
 
 @needs_megatron

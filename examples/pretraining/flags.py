@@ -111,6 +111,7 @@ def numbers(text: str) -> list[int]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        usage="%(prog)s --config PRESET [flags]; --help lists them",
         description="Pretrain a GPT with mixture-of-experts layers on Megatron-core.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=None,
