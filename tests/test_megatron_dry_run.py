@@ -17,7 +17,7 @@ from tests import megatron_shim
 from tests.ranks import Ranks
 
 needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 
 ROOT = Path(__file__).resolve().parents[1]
