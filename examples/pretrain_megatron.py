@@ -66,9 +66,12 @@ def _train(args: argparse.Namespace) -> int:
     elif "RANK" in os.environ:
         _run_on_cpu(int(os.environ["RANK"]), args)
     else:
+        from examples.pretraining.geometry import geometry
+
+        args.world_size = ranks = args.world_size or 1
+        geometry(args)  # refuses sizes that do not divide
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
         with tempfile.TemporaryDirectory() as folder:
-            ranks = args.world_size or 1
             store = {"init_method": f"file://{folder}/store", "world_size": ranks}
             torch.multiprocessing.spawn(_run_on_cpu, (args, store), nprocs=ranks)
     return 0
