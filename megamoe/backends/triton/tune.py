@@ -98,6 +98,8 @@ def main() -> None:
     for name in ("tokens", "top-k", "hidden", "ffn", "experts"):
         parser.add_argument(f"--{name}", type=int, required=True)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"this measures on a CUDA GPU, and torch {torch.__version__} sees none")
     chosen = tune_shape(args.tokens, args.top_k, args.hidden, args.ffn, args.experts)
     for key, config in chosen.items():
         print(f"{key}: {config}")
