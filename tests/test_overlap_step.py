@@ -17,6 +17,7 @@ from overlap import (
     OverlapConfig,
     ProcessGroups,
     UnusedParameterError,
+    WrapError,
 )
 from overlap.reduce import ReduceSchedule
 from tests.overlap_models import Model, own_batch
@@ -166,6 +167,31 @@ def check_unused() -> None:
         optimizer.step()
     for shard, master in zip(optimizer.shards.values(), before, strict=True):
         assert torch.equal(shard.master, master)
+
+
+@pytest.mark.parametrize("accumulated", [True, False])
+def test_a_step_that_was_refused_can_be_given_up(ranks: Ranks, accumulated: bool) -> None:
+    ranks.run(2, check_refused, accumulated)
+
+
+def check_refused(accumulated: bool) -> None:
+    """The step issues the reductions, since no hook has, and then finds the model moved."""
+    ddp, optimizer = wrap(unused_parameters="zero")
+    for step in range(2):
+        backward(ddp, optimizer, step)
+        optimizer.step()
+    optimizer.zero_grad()
+    if accumulated:
+        with ddp.no_sync():
+            backward(ddp, optimizer, 2)
+    weight = ddp.module.head.weight
+    inside = weight.data
+    weight.data = inside.clone()
+    with pytest.raises(WrapError, match=r"head\.weight no longer lies in its bucket"):
+        optimizer.step()
+    weight.data = inside
+    backward(ddp, optimizer, 2)
+    optimizer.step()
 
 
 # Same bits
