@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,22 @@ def check_refused(accumulated: bool) -> None:
     weight.data = inside
     backward(ddp, optimizer, 2)
     optimizer.step()
+
+
+def test_gradients_of_earlier_steps_take_no_memory(ranks: Ranks) -> None:
+    ranks.run(2, check_memory)
+
+
+def check_memory() -> None:
+    """Gradients in bf16 are copied to fp32 for the masters."""
+    ddp, optimizer = wrap(grad_dtype=torch.bfloat16)
+    for step in range(3):
+        backward(ddp, optimizer, step)
+        masters = [master for shard in optimizer.shards.values() for master in shard.masters]
+        earlier = [weakref.ref(master.grad) for master in masters if master.grad is not None]
+        optimizer.step()
+        assert len(earlier) == (len(masters) if step else 0)
+        assert not any(grad() is not None for grad in earlier)
 
 
 # Same bits
