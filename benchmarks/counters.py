@@ -1,6 +1,6 @@
 """Why a product misses its target: hardware counters of our kernel beside torch's grouped_mm.
 
-    PYTHONPATH=. python benchmarks/counters.py [--products dsv3:d_w2 qwen3:fc1 ...]
+    python benchmarks/counters.py [--products dsv3:d_w2 qwen3:fc1 ...]
 
 Runs itself under Nsight Compute (`ncu`), one launch per kernel, clocks and caches left as they
 are. For every product: ours as the stages launch it, ours on rows gathered beforehand where it
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -23,11 +24,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
+if __name__ == "__main__" and importlib.util.find_spec("triton") is None:
+    sys.exit("Triton is not installed: pip install 'triton>=3.4,<4'")
+
 import torch
 import triton
 from torch import Tensor
 
-from benchmarks import stages
+from benchmarks import output, stages
 from benchmarks.stages import SHAPES, Inputs, in_turn
 from megamoe.backends.triton.gemm import rows_by_weight, weight_grad
 from megamoe.backends.triton.schedule import grid_for
@@ -219,6 +224,7 @@ def main() -> None:
     if args.launch_each:
         launch_each(args.products)
         return
+    output.need_gpu(parser)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16", flush=True)
     compared = variants(args.products)
     ms = {name: in_turn(dict(runs), args.rounds) for name, runs in compared.items()}

@@ -1,6 +1,6 @@
 """Does a collective beside a stage save time? One GPU, copies in the collective's place: emulation.
 
-    PYTHONPATH=. python benchmarks/effective_overlap.py [--ctas 4 8 16 32] [--rounds 9]
+    python benchmarks/effective_overlap.py [--ctas 4 8 16 32] [--rounds 9]
 
 A copy kernel of c CTAs on a high-priority stream, each on an SM of its own (shared memory sees to
 that) and together paced to the rate that NCCL reached with as many CTAs, stands in for the gather
@@ -19,7 +19,14 @@ no programs of one draw, so that the SMs stay idle before and after the copy.
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
+if __name__ == "__main__" and importlib.util.find_spec("triton") is None:
+    sys.exit("Triton is not installed: pip install 'triton>=3.4,<4'")
 
 import torch
 import triton
@@ -27,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from benchmarks import output
 from benchmarks.stages import SHAPES, Inputs, in_turn
 from megamoe import mega_moe_stage1
 from megamoe.backends.triton import add_sm_budget
@@ -152,6 +160,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.75, help="copy time / stage time")
     parser.add_argument("--shape", choices=SHAPES, default="dsv3")
     args = parser.parse_args()
+    output.need_gpu(parser)
     inputs = Inputs(SHAPES[args.shape])
     windows = {backend: stage1(inputs, backend) for backend in ("triton", "reference")}
     print(

@@ -1,7 +1,7 @@
 """Does overlap through the engine save the step's communication? EMULATED collectives.
 
-    PYTHONPATH=. python benchmarks/engine_emulated.py --edp 8 --bandwidth 50 --ctas 8 --clusters 4
-    PYTHONPATH=. python benchmarks/engine_emulated.py --device cpu --bandwidth 0.5     # a toy
+    python benchmarks/engine_emulated.py --edp 8 --bandwidth 50 --ctas 8 --clusters 4
+    python benchmarks/engine_emulated.py --device cpu --bandwidth 0.5     # a toy
 
 A stack of MoE layers takes whole steps (forward, backward, optimizer) through the engine, on a
 group whose collectives a paced copy stands in for. Three variants, which take turns for `--rounds`
@@ -23,9 +23,12 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 

@@ -1,7 +1,7 @@
 """A MoE layer without a host in the way: no synchronisation, CUDA graphs, one compiled graph.
 
-    PYTHONPATH=. python benchmarks/graphs.py [--rounds 50]
-    PYTHONPATH=. python benchmarks/graphs.py --device cpu     # what needs no GPU, interpreted
+    python benchmarks/graphs.py [--rounds 50]
+    python benchmarks/graphs.py --device cpu     # what needs no GPU, interpreted
 
 sync     torch.cuda.set_sync_debug_mode("error") over forward, backward and the engine's step, on
          EMULATED collectives of 8 ranks
@@ -27,13 +27,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-if "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks when it is imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 from torch import Tensor, nn
+
+if not torch.cuda.is_available() or "cpu" in " ".join(sys.argv[1:]).replace("=", " ").split():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton looks when it is imported
 
 from benchmarks import output
 from examples.preview_overlap import emulated
@@ -234,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     output.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=50)
     args = parser.parse_args(argv)
+    output.need_triton(parser)
     device = torch.device(args.device)
     small = Small(device)
     if not small.on_gpu:

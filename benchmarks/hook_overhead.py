@@ -110,7 +110,7 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     makers = [bare, engine]
-    if importlib.util.find_spec("megatron.core") is not None:
+    if importlib.util.find_spec("megatron") is not None:
         makers.append(megatron)
     x = torch.randn(4, SHAPE[-1])
     subjects = [make(nn.Sequential(*(Layer() for _ in range(args.layers))), x) for make in makers]

@@ -81,6 +81,9 @@ def main(argv: Sequence[str]) -> int:
     if first.train_iters <= WARMUP:
         print(f"train_iters {first.train_iters} leaves no step to time: give more than {WARMUP}")
         return 2
+    if first.device == "cuda" and not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no GPU: run it where it does, or give --device cpu")
+        return 2
     print(describe(first))
     free = torch.cuda.mem_get_info()[0] if first.device == "cuda" else None
     if free is not None and (refused := refusal(first, free)):

@@ -1,7 +1,7 @@
 """What a MoE layer holds for its backward, and what a step of a stack of them peaks at.
 
-    PYTHONPATH=. python benchmarks/memory.py [--presets deepseek-v3 qwen3-30b-a3b] [--layers 4]
-    PYTHONPATH=. python benchmarks/memory.py --device cpu                       # a toy
+    python benchmarks/memory.py [--presets deepseek-v3 qwen3-30b-a3b] [--layers 4]
+    python benchmarks/memory.py --device cpu                       # a toy
 
 held   bytes of all tensors that autograd keeps between forward and backward of one layer (norm,
        router, experts), each storage once, parameters left out; `keep x` adds the dispatched x,
@@ -18,7 +18,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """The engine on real collectives between GPUs: right, effective, end to end, and its profiles.
 
-    PYTHONPATH=. python benchmarks/multi_gpu.py --out out/multi_gpu [--ranks 2] [--only effective]
-    PYTHONPATH=. torchrun --nproc-per-node 2 benchmarks/multi_gpu.py --out out/multi_gpu
+    python benchmarks/multi_gpu.py --out out/multi_gpu [--ranks 2] [--only effective]
+    torchrun --nproc-per-node 2 benchmarks/multi_gpu.py --out out/multi_gpu
 
 One process per GPU. Started without torchrun it runs every part in processes of its own, so that a
 part that fails or hangs is reported and the others still run (under torchrun it ends the run); each
@@ -32,6 +32,8 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """The stages beside other libraries' fused MoE layers, on the same inputs and one GPU.
 
-    PYTHONPATH=. python benchmarks/peers.py [--shapes dsv3 qwen3] [--rounds 9] [--all-candidates]
+    python benchmarks/peers.py [--shapes dsv3 qwen3] [--rounds 9] [--all-candidates]
 
 liger       LigerFusedMoEFunction of liger-kernel (0.8): Triton, autotuned when first called
 scattermoe  ScatterMoE's `parallel_linear` twice with SwiGLU between, as its GLUMLP does; it is on
@@ -35,9 +35,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
+
 import torch
 from torch import Tensor
 
+from benchmarks import output
 from benchmarks.stages import NAMES, SHAPES, Inputs, Shape, in_turn
 
 Layer = Callable[[Inputs], Tensor]  # inputs -> y
@@ -206,6 +209,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--all-candidates", action="store_true", help="Liger's own search, minutes")
     args = parser.parse_args()
+    output.need_gpu(parser)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
     peers = load()
     shapes = [SHAPES[name] for name in args.shapes]

@@ -1,6 +1,6 @@
 """The stages on one GPU: right, fast and lean, beside the reference backend and torch's grouped_mm.
 
-    PYTHONPATH=. python benchmarks/stages.py [--shapes dsv3 qwen3 small] [--tune] [--rounds 15]
+    python benchmarks/stages.py [--shapes dsv3 qwen3 small] [--tune] [--rounds 15]
 
 For every shape, with fresh random inputs and uniform routing, three tables:
 
@@ -19,15 +19,18 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, from anywhere
 
 import torch
 from torch import Tensor
 
+from benchmarks import output
 from megamoe import mega_moe_stage1, mega_moe_stage2
-from megamoe.backends.triton.tune import tune_shape
-from megamoe.backends.triton.tuning import PRODUCTS
 
 NAMES = ("y", "dx", "d_topk_weights", "dW1", "dW2")
 
@@ -196,11 +199,12 @@ def fast(inputs: Inputs, rounds: int) -> None:
 
         variants[f"{backend} forward"] = forward
         variants[f"{backend} backward"] = backward
+    names = ("fc1", "fc2", "d_act", "d_x", "d_w1", "d_w2")
     ms = in_turn(variants, rounds)
     forward_products = ms["fc1"] + ms["fc2"]
     backward_products = ms["d_act"] + ms["d_w2"] + ms["d_w1"] + ms["d_x"]
     tera = 6 * len(inputs.ids.flatten()) * inputs.shape.hidden * inputs.shape.ffn / 1e12
-    print("  products, ms    " + "  ".join(f"{n} {ms[n]:.3f}" for n in PRODUCTS))
+    print("  products, ms    " + "  ".join(f"{n} {ms[n]:.3f}" for n in names))
     header = ("triton", "reference", "ref/triton", "products", "prod/triton", "TFLOP/s")
     print(f"  {'fast, ms':16}" + "".join(f"{h:>12}" for h in header))
     ours, theirs = 0.0, 0.0
@@ -244,11 +248,14 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="measure the tile candidates first")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
+    output.need_gpu(parser)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16")
     for name in args.shapes:
         shape = SHAPES[name]
         print(f"\n{name}: {shape}", flush=True)
         if args.tune:
+            from megamoe.backends.triton.tune import tune_shape
+
             for key, config in tune_shape(
                 shape.tokens, shape.top_k, shape.hidden, shape.ffn, shape.experts
             ).items():

@@ -11,9 +11,11 @@ prints the geometry without GPUs. See docs/megatron.md.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 
 from examples.pretraining import flags
 
+# Every rank would say each of them several times; docs/megatron.md has what happens without these.
+warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+warnings.filterwarnings("ignore", message="full scope is deprecated")
+warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the script and return its exit code: 2 for flags that make no run, 1 for a dry run with
     ``--strict_overlap`` in which something cannot hide."""
     try:
         args = flags.parse(argv)
+        if importlib.util.find_spec("megatron") is None:
+            raise flags.FlagError("megatron-core is not installed: pip install -e '.[megatron]'")
         return _dry_run(args) if args.dry_run else _train(args)
     except flags.FlagError as error:
         print(f"pretrain_megatron: {error}", file=sys.stderr)
@@ -43,16 +52,26 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    import torch
+
     if args.device == "cuda":
+        if not torch.cuda.is_available():
+            raise flags.FlagError(
+                f"torch {torch.__version__} sees no GPU: give device cpu and a world_size for a "
+                "trial without, or dry_run"
+            )
+        if not {"LOCAL_RANK", "SLURM_LOCALID"} & os.environ.keys():
+            raise flags.FlagError("no launcher has started this: use torchrun or srun")
         _run(args)
     elif "RANK" in os.environ:
         _run_on_cpu(int(os.environ["RANK"]), args)
     else:
-        import torch
+        from examples.pretraining.geometry import geometry
 
+        args.world_size = ranks = args.world_size or 1
+        geometry(args)  # refuses sizes that do not divide
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # its notices would cut into the progress
         with tempfile.TemporaryDirectory() as folder:
-            ranks = args.world_size or 1
             store = {"init_method": f"file://{folder}/store", "world_size": ranks}
             torch.multiprocessing.spawn(_run_on_cpu, (args, store), nprocs=ranks)
     return 0

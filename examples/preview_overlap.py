@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's notices
 
 import torch
 import torch.distributed as dist
@@ -333,6 +336,8 @@ def main(argv: list[str] | None = None) -> int:
     x = torch.randn(preset.tokens, preset.hidden, device=device)
     x = x.to(next(model.parameters()).dtype)
     print(f"EMULATION: rank 0 of {args.edp}, {link}; {args.layers} layers of {args.preset}")
+    if device.type == "cpu":
+        print("on a CPU: a toy, whose times show how it works and nothing about a cluster")
     keep = nullcontext(args.profile) if args.profile else tempfile.TemporaryDirectory()
     runs = {}
     with keep as folder, emulated(link, args.edp):

@@ -256,6 +256,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             )
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} does not divide by --heads {args.heads}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no GPU: give --device cpu")
     if "RANK" not in os.environ and args.ranks % args.ep:
         parser.error(f"--ranks {args.ranks} does not divide by --ep {args.ep}")
     if args.profile and args.steps <= args.warmup:

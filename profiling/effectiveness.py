@@ -92,7 +92,8 @@ def _compare(slow: Steps, fast: Steps) -> tuple[float | None, tuple[float, float
             return (
                 None,
                 None,
-                f"{profile.path} has {count} measurable steps, at least {FEWEST_STEPS} are needed",
+                f"{profile.path} has {count} measurable steps, at least {FEWEST_STEPS} are needed: "
+                "record more",
             )
     if not all(slow.communication_ms):
         return None, None, f"{slow.path} has a step without a collective: there is nothing to save"

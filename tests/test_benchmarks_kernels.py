@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.triton_cases import DEVICE, DTYPE, TOLERANCE  # isort: skip  (switches gaps off first)
 
-from benchmarks import counters, peers
+from benchmarks import counters, effective_overlap, peers, stages
 from benchmarks.stages import Inputs, Shape
 
 SHAPE = Shape(tokens=40, top_k=3, hidden=128, ffn=64, experts=5)
@@ -155,3 +155,14 @@ def test_errors_tell_a_right_layer_from_a_wrong_one() -> None:
     errors = peers.relative_errors(layers, inputs)
     assert max(errors["triton"]) < TOLERANCE
     assert min(errors["wrong"]) == pytest.approx(0.5, rel=1e-2)
+
+
+@pytest.mark.parametrize("script", [counters, effective_overlap, peers, stages])
+def test_without_a_gpu_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["script"])
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
+    assert "needs a CUDA GPU" in capsys.readouterr().err

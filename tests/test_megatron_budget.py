@@ -23,7 +23,7 @@ from tests.overlap_models import Model, own_batch
 from tests.ranks import Ranks
 
 needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 
 

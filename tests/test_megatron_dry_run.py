@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples import pretrain_megatron
 from examples.pretraining import flags
@@ -16,7 +17,7 @@ from tests import megatron_shim
 from tests.ranks import Ranks
 
 needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,7 +67,10 @@ def test_later_stages_do_not_bucket() -> None:
     ("script", "says"),
     [
         ("one_node.sh", ["ranks 8 = PP 1 x DP 8", "EP 8 x EDP 1, 32 of 256", "group of one"]),
-        ("one_node_cuda_graphs.sh", ["CUDA graphs of whole layers after 3 steps", "triton"]),
+        (
+            "one_node_cuda_graphs.sh",
+            ["CUDA graphs of whole layers after 3 steps", "triton", "EP 1 x EDP 8, 32 of 32"],
+        ),
         (
             "eight_nodes.sbatch",
             ["ranks 64 = PP 8 x DP 8", "stage 7: layers 55-60 (6 with experts), mtp, loss"],
@@ -119,6 +123,11 @@ def test_strict_dry_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
             "cannot capture mega_moe_backend reference",
         ),
         (
+            [*SPLIT, "--mega_moe_backend", "triton", "--expert_model_parallel_size", "2"],
+            "expert_model_parallel_size is 2: set it to 1",
+        ),
+        (["--data_path", "no/such"], "there is no no/such.idx"),
+        (
             ["--external_cuda_graph", "--cuda_graph_scope", "banana"],
             "Megatron-core refuses the flags: it knows no 'banana'",
         ),
@@ -158,6 +167,26 @@ def test_strict_dry_run_fails(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_flags(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain_megatron.main(["--dry_run", "--world_size", "2", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+@needs_megatron
+def test_training_needs_a_gpu_and_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for there, says in ((False, "sees no GPU"), (True, "use torchrun or srun")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert pretrain_megatron.main(["--mock_data"]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_without_megatron_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pretrain_megatron.importlib.util, "find_spec", lambda name: None)
+    assert pretrain_megatron.main(["--dry_run", "--world_size", "2"]) == 2
+    assert "pip install -e '.[megatron]'" in capsys.readouterr().err
 
 
 @needs_megatron

@@ -16,7 +16,7 @@ from tests import megatron_shim
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron.core") is None, reason="megatron-core is not installed"
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
 
 SEQUENCE, BATCH, MICROBATCHES = 6, 3, 4

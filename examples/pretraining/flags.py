@@ -111,6 +111,7 @@ def numbers(text: str) -> list[int]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        usage="%(prog)s --config PRESET [flags]; --help lists them",
         description="Pretrain a GPT with mixture-of-experts layers on Megatron-core.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         argument_default=None,
@@ -329,6 +330,15 @@ def validate(args: argparse.Namespace) -> None:
             args.external_cuda_graph and split and args.mega_moe_backend == "reference",
             "external_cuda_graph cannot capture mega_moe_backend reference, which waits for the "
             "device: choose triton",
+        ),
+        (
+            split and args.mega_moe_backend == "triton" and args.expert_model_parallel_size > 1,
+            "mega_moe_backend triton needs all experts on one rank and expert_model_parallel_size "
+            f"is {args.expert_model_parallel_size}: set it to 1, or take another backend",
+        ),
+        (
+            bool(args.data_path) and not Path(f"{args.data_path}.idx").is_file(),
+            f"data_path {args.data_path} is no indexed dataset: there is no {args.data_path}.idx",
         ),
         (
             bool(args.profile) and args.profile_start + args.profile_steps > args.train_iters,
