@@ -143,7 +143,7 @@ class ReduceSchedule:
     def reset(self) -> None:
         """Drop all gradients. Where some have been reduced, the rest is reduced first, since the
         other ranks count on it."""
-        if self._started and not self._finished:
+        if (self._started or self._issued) and not self._finished:
             self._finish()
         for bucket in self.order:
             bucket.reset_grads()

@@ -24,7 +24,7 @@ class MasterShard:
         self.master = bucket.param_shard.float()
         self.pieces = bucket.layout.pieces(bucket.rank)
         self.masters = [nn.Parameter(self.master[self._place(piece)]) for piece in self.pieces]
-        self._held: list[Tensor | None] = [None] * len(self.pieces)
+        self._held: list[Tensor | None] = []
 
     def _place(self, piece: Piece) -> slice:
         offset = self.bucket.layout.shard(self.bucket.rank).start
@@ -46,6 +46,7 @@ class MasterShard:
         """Put the gradients back."""
         for master, grad in zip(self.masters, self._held, strict=True):
             master.grad = grad
+        self._held = []  # the next gradients replace these
 
     def publish(self) -> None:
         """Round the masters into the bucket's parameters."""

@@ -13,7 +13,8 @@ backward and the whole optimizer step needs it, E_b >= R_last. A bucket's first 
 the wait for it; a reduction is needed at the wait for it, but not before the backward has ended:
 an optimizer may step some buckets before it waits for the others. All is counted in compute time,
 idle time left out, so that waiting does not move a bound. Transfers are the profile's own: beside
-compute they may take longer than alone. A gradient's readiness is not in a trace, its issue is.
+compute they may take longer than alone, and what several communicators move at the same time counts
+once. A gradient's readiness is not in a trace, its issue is.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from profiling.intervals import EMPTY, intersect, total
+from profiling.intervals import EMPTY, intersect, subtract, total, union
 from profiling.ranges import Kind
 from profiling.rules import Iterations
 from profiling.spans import iteration_at
@@ -143,7 +144,7 @@ def _forward(
 ) -> tuple[int, int, int]:
     ordered = sorted(gathers, key=lambda row: row[1])
     device = ordered[0][0].found.device
-    lengths = [total(reading.transfers.of(subject)[0]) for subject, _ in ordered]
+    lengths = _lengths(reading, [subject for subject, _ in ordered])
     at = [rank.done(device, instant) for instant in (begin, *(used for _, used in ordered))]
     between = [max(0, later - earlier) for earlier, later in itertools.pairwise(at)]
     exposed = sum(_exposed(reading, subject) for subject, _ in ordered)
@@ -155,7 +156,7 @@ def _backward(
 ) -> tuple[int, int]:
     ordered = sorted(reductions, key=lambda row: row[0].issued or 0)
     device = ordered[0][0].found.device
-    lengths = [total(reading.transfers.of(subject)[0]) for subject, _ in ordered]
+    lengths = _lengths(reading, [subject for subject, _ in ordered])
     ready = [rank.done(device, subject.issued or 0) for subject, _ in ordered]
     last = ordered[-1][0].issued or 0
     waits = [
@@ -167,6 +168,19 @@ def _backward(
     needed = [rank.done(device, max(wait, end)) for wait in waits]
     exposed = sum(_exposed(reading, subject) for subject, _ in ordered)
     return backward_bound(lengths, ready, needed), exposed
+
+
+def _lengths(reading: Reading, subjects: Sequence[Subject]) -> list[int]:
+    """The transfers, of each what none before it has covered: of two communicators' at the same
+    time, the sum would need more compute to hide than they do."""
+    covered = EMPTY
+    lengths = []
+    for subject in subjects:
+        when, _ = reading.transfers.of(subject)
+        lengths.append(total(subtract(when, covered)))
+        joined = np.concatenate((covered, when))
+        covered = union(joined[:, 0], joined[:, 1])
+    return lengths
 
 
 def _exposed(reading: Reading, subject: Subject) -> int:

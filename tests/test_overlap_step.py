@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from overlap import (
     OverlapConfig,
     ProcessGroups,
     UnusedParameterError,
+    WrapError,
 )
 from overlap.reduce import ReduceSchedule
 from tests.overlap_models import Model, own_batch
@@ -166,6 +168,47 @@ def check_unused() -> None:
         optimizer.step()
     for shard, master in zip(optimizer.shards.values(), before, strict=True):
         assert torch.equal(shard.master, master)
+
+
+@pytest.mark.parametrize("accumulated", [True, False])
+def test_a_step_that_was_refused_can_be_given_up(ranks: Ranks, accumulated: bool) -> None:
+    ranks.run(2, check_refused, accumulated)
+
+
+def check_refused(accumulated: bool) -> None:
+    """The step issues the reductions, since no hook has, and then finds the model moved."""
+    ddp, optimizer = wrap(unused_parameters="zero")
+    for step in range(2):
+        backward(ddp, optimizer, step)
+        optimizer.step()
+    optimizer.zero_grad()
+    if accumulated:
+        with ddp.no_sync():
+            backward(ddp, optimizer, 2)
+    weight = ddp.module.head.weight
+    inside = weight.data
+    weight.data = inside.clone()
+    with pytest.raises(WrapError, match=r"head\.weight no longer lies in its bucket"):
+        optimizer.step()
+    weight.data = inside
+    backward(ddp, optimizer, 2)
+    optimizer.step()
+
+
+def test_gradients_of_earlier_steps_take_no_memory(ranks: Ranks) -> None:
+    ranks.run(2, check_memory)
+
+
+def check_memory() -> None:
+    """Gradients in bf16 are copied to fp32 for the masters."""
+    ddp, optimizer = wrap(grad_dtype=torch.bfloat16)
+    for step in range(3):
+        backward(ddp, optimizer, step)
+        masters = [master for shard in optimizer.shards.values() for master in shard.masters]
+        earlier = [weakref.ref(master.grad) for master in masters if master.grad is not None]
+        optimizer.step()
+        assert len(earlier) == (len(masters) if step else 0)
+        assert not any(grad() is not None for grad in earlier)
 
 
 # Same bits

@@ -167,3 +167,32 @@ def test_what_is_stepped_before_the_last_wait_may_hide_it(tmp_path):
     # The first is 1000 - 800 late; the second comes at 1300 and is needed after 800 + 200.
     assert backward.least_ms == pytest.approx(0.3)
     assert backward.exposed_ms == pytest.approx(0.2 + 0.1)
+
+
+def two_communicators(*, at):
+    """A step of 400 us of compute, ``at`` which two reductions of 300 us run on one stream each."""
+    trace = TraceBuilder()
+    start = 1e6
+    trace.range(Kind.ITERATION, "0", start, start + 3000)
+    for number, name in enumerate(("b.fc2_weight", "dense")):
+        trace.range(Kind.GRAD_REDUCE, name, start + 5 + 5 * number, start + 9 + 5 * number)
+        trace.kernel(
+            "ncclDevKernel_ReduceScatter",
+            start + 6 + 5 * number,
+            start + at,
+            start + at + 300,
+            stream=COMMUNICATION + number,
+        )
+    trace.kernel("gemm", start + 16, start + 100, start + 500)
+    for number, name in enumerate(("b.fc2_weight", "dense")):
+        trace.range(Kind.GRAD_WAIT, name, start + 30 + 5 * number, start + 32 + 5 * number)
+    trace.kernel("step", start + 50, start + at + 300, start + at + 400)
+    return trace
+
+
+@pytest.mark.parametrize(("at", "exposed"), [(200, 0), (400, 2 * 0.2)])
+def test_what_travels_at_the_same_time_counts_once(tmp_path, at, exposed):
+    two_communicators(at=at).write(tmp_path)
+    *_, backward = bounds(profiling.read(tmp_path))
+    assert backward.least_ms == 0
+    assert backward.exposed_ms == pytest.approx(exposed)
