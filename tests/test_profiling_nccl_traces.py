@@ -117,7 +117,7 @@ def test_clocks_of_one_host_are_close():
 
 def test_of_a_whole_step_nothing_is_left_exposed():
     """Four layers of DeepSeek-V3's shape with our defaults, recorded by `--only step`: three steps,
-    of 158 ms. The last reduction, of 5.7 ms, travels under the first part of the optimizer's step."""
+    of 158 ms. The last reduction, of 5.7 ms, travels under the first part of the optimizer."""
     report = profiling.check(DATA.parent / "nccl_step")
     assert report.verdict is Verdict.PASS
     assert all(row.hidden > 0.99 for row in report.rows)
