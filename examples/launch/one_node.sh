@@ -22,5 +22,5 @@ if [[ " $* " == *" --dry-run "* ]]; then
         --world_size "$gpus" "$@"
 fi
 "$root/scripts/rebuild_primus_turbo.sh"  # does nothing unless REBUILD_PRIMUS_TURBO=1
-exec torchrun --standalone --nproc-per-node "$gpus" \
+exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node "$gpus" \
     "$root/examples/pretrain_megatron.py" "${flags[@]}" "$@"
