@@ -1,14 +1,15 @@
 """The least that an iteration can leave exposed, whatever the schedule of the same collectives.
 
 With G_j and R_j the transfers of the gathers and the reductions (j from 1), C_j the compute between
-the first uses of buckets j and j + 1 (C_0: in the iteration before any), t_j the compute done when
+the first uses of buckets j and j + 1 (C_0: in the iteration before any), or from the issue of
+gather j + 1 where that came earlier (in the optimizer step, say), t_j the compute done when
 reduction j was issued, d_j when its result is needed, and one in-order communicator:
 
     forward, prefetch depth 1     E_f = sum_j max(0, G_j - C_{j-1})
     forward, unlimited prefetch   E_f = max_j [ sum_{i<=j} G_i - sum_{i<j} C_i ]+
     backward                      E_b = max_{i<=j} [ t_i + R_i + ... + R_j - d_j ]+
 
-Where nothing computes before the first bucket, E_f >= G_1; where the last gradient ends the
+Where nothing computes before the first bucket is used, E_f >= G_1; where the last gradient ends the
 backward and the whole optimizer step needs it, E_b >= R_last. A bucket's first use is the end of
 the wait for it; a reduction is needed at the wait for it, but not before the backward has ended:
 an optimizer may step some buckets before it waits for the others. All is counted in compute time,
@@ -145,10 +146,15 @@ def _forward(
     ordered = sorted(gathers, key=lambda row: row[1])
     device = ordered[0][0].found.device
     lengths = _lengths(reading, [subject for subject, _ in ordered])
-    at = [rank.done(device, instant) for instant in (begin, *(used for _, used in ordered))]
+    issued = [used if subject.issued is None else subject.issued for subject, used in ordered]
+    # An optimizer step that issues gathers hides them under what it computes after that.
+    uses = [min(begin, *issued), *(used for _, used in ordered)]
+    at = [rank.done(device, instant) for instant in uses]
+    since = [rank.done(device, instant) for instant in issued]
     between = [max(0, later - earlier) for earlier, later in itertools.pairwise(at)]
+    beside = [max(0, at[j + 1] - min(at[j], since[j])) for j in range(len(ordered))]
     exposed = sum(_exposed(reading, subject) for subject, _ in ordered)
-    return forward_bound(lengths, between), forward_bound_unlimited(lengths, between), exposed
+    return forward_bound(lengths, beside), forward_bound_unlimited(lengths, between), exposed
 
 
 def _backward(

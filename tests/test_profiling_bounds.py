@@ -116,6 +116,36 @@ def test_without_waits_there_is_no_bound_and_a_reason(tmp_path):
         assert "no wait" in bound.missing
 
 
+def gathers_of_the_step(*, length):
+    """Two steps of 3000 us; the optimizer of each issues two gathers and then computes 500 us."""
+    trace = TraceBuilder()
+    for number in range(2):
+        start = 1e6 + 3000 * number
+        trace.range(Kind.ITERATION, str(number), start, start + 3000)
+        if number:
+            for at, name in ((10, "router"), (20, "fc1_weight")):
+                trace.range(Kind.PARAM_WAIT, name, start + at, start + at + 2)
+            trace.kernel("gemm", start + 25, start + 300, start + 700)
+        else:
+            for at, name in ((2000, "router"), (2010, "fc1_weight")):
+                trace.range(Kind.PARAM_GATHER, name, start + at, start + at + 4)
+                begin, end = (2300, 2320) if name == "router" else (2320, 2320 + length)
+                edges = (start + begin, start + end)
+                trace.kernel(ALL_GATHER, start + at + 1, *edges, stream=COMMUNICATION)
+        trace.kernel("step", start + 2020, start + 2300, start + 2800)
+    return trace
+
+
+@pytest.mark.parametrize(("length", "exposed"), [(400, 0), (900, 0.42)])
+def test_the_optimizer_hides_the_gathers_it_issues(tmp_path, length, exposed):
+    gathers_of_the_step(length=length).write(tmp_path)
+    depth1, unlimited, _ = bounds(profiling.read(tmp_path))
+    assert depth1.exposed_ms == unlimited.exposed_ms == pytest.approx(exposed)
+    assert unlimited.least_ms == pytest.approx(exposed)
+    # Each by itself: that the router's gather goes before the other one is not in this formula.
+    assert depth1.least_ms == pytest.approx(max(0, exposed - 0.02))
+
+
 def backward_run(*, stepped_between):
     """Two steps: reductions of 600 and 300 us, ready after 400 and 800 us of compute.
 
