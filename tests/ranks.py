@@ -109,8 +109,9 @@ class Ranks:
         return [answers[rank][1] for rank in range(world_size)]
 
     def _start(self) -> None:
-        if self._workers:
+        if self._workers and all(process.is_alive() for process, _ in self._workers):
             return
+        self._stop()  # somebody else may have ended one: not the fault of the next call
         context = multiprocessing.get_context("spawn")
         for rank in range(self.most):
             ours, theirs = context.Pipe()

@@ -29,3 +29,15 @@ def test_a_failing_rank_is_reported_and_the_pool_recovers(ranks: Ranks) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1: .*planned"):
         ranks.run(2, fail_on_rank_one)
     assert ranks.run(2, total, 1.0) == [3.0, 3.0]
+
+
+def test_a_worker_that_was_killed_between_two_calls_is_replaced() -> None:
+    pool = Ranks(2)
+    try:
+        assert pool.run(2, total, 1.0) == [3.0, 3.0]
+        process, _ = pool._workers[1]
+        process.kill()
+        process.join()
+        assert pool.run(2, total, 2.0) == [5.0, 5.0]
+    finally:
+        pool.close()

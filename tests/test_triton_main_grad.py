@@ -106,6 +106,17 @@ def test_a_refused_offer_leaves_the_gradient_to_autograd() -> None:
     assert torch.equal(case.w1.grad, want[3])
 
 
+def test_memory_in_bf16_is_not_taken() -> None:
+    case = make_case(30, 2, 3, 32, 16)
+    want = run(case)
+    offer(case.w1)
+    case.w1.main_grad = case.w1.main_grad.bfloat16()
+    backward(case)
+    assert not case.w1.grad_added_to_main_grad
+    assert case.w1.main_grad.isnan().all()
+    assert torch.equal(case.w1.grad, want[3])
+
+
 def test_a_compiled_layer_does_not_take_the_offer() -> None:
     case = make_case(20, 2, 3, 16, 8)
     want = run(case)

@@ -136,10 +136,11 @@ def _weight_grad(
 
 
 def _offered(weight: Any) -> Tensor | None:
-    """Return the memory that the engine offers now, or None."""
+    """Return the fp32 memory that the engine offers now, or None."""
     # A compiled backward knows no attributes of parameters; its gradients go through autograd.
     if torch.compiler.is_compiling() or getattr(weight, "grad_added_to_main_grad", None) is None:
         return None
     ask = getattr(weight, "get_main_grad", None)
     main_grad: Tensor | None = ask() if ask else weight.main_grad
-    return main_grad
+    # Megatron-core's may be in bf16, where each addition would round.
+    return main_grad if main_grad is not None and main_grad.dtype is torch.float32 else None
