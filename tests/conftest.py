@@ -17,3 +17,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_workers_after_megatron(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[None]:
+    """Megatron's groups stay in a worker, with threads that poll (hundreds, at last): what comes
+    later would take almost twice as long."""
+    yield
+    if "megatron" in request.module.__name__:
+        ranks.stop()

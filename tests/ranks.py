@@ -104,14 +104,14 @@ class Ranks:
             answers[rank] = ("error", "no answer in time")
         errors = _errors(answers)
         if errors:
-            self._stop()
+            self.stop()
             raise RankError("\n".join(errors))
         return [answers[rank][1] for rank in range(world_size)]
 
     def _start(self) -> None:
         if self._workers and all(process.is_alive() for process, _ in self._workers):
             return
-        self._stop()  # somebody else may have ended one: not the fault of the next call
+        self.stop()  # somebody else may have ended one: not the fault of the next call
         context = multiprocessing.get_context("spawn")
         for rank in range(self.most):
             ours, theirs = context.Pipe()
@@ -120,7 +120,8 @@ class Ranks:
             theirs.close()
             self._workers.append((process, ours))
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """End the workers, and what calls have left in them; the next call starts new ones."""
         for process, connection in self._workers:
             process.kill()
             process.join()
@@ -128,5 +129,5 @@ class Ranks:
         self._workers = []
 
     def close(self) -> None:
-        self._stop()
+        self.stop()
         self._folder.cleanup()
