@@ -12,17 +12,22 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """A pool of up to four gloo ranks: ``ranks.run(4, function, ...)``."""
+def _pool() -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def ranks(_pool: Ranks) -> Ranks:
+    """A pool of up to four gloo ranks: ``ranks.run(4, function, ...)``."""
+    return _pool
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _fresh_workers_after_megatron(request: pytest.FixtureRequest, ranks: Ranks) -> Iterator[None]:
+def _fresh_workers_after_megatron(request: pytest.FixtureRequest, _pool: Ranks) -> Iterator[None]:
     """Megatron's groups stay in a worker, with threads that poll (hundreds, at last): what comes
     later would take almost twice as long."""
     yield
     if "megatron" in request.module.__name__:
-        ranks.stop()
+        _pool.stop()

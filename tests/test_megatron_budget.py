@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,3 +302,18 @@ def test_an_unknown_preset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no NCCL preset is called 'fast'"):
         write_nccl_config(tmp_path / "nccl.yaml", "fast")
     assert not list(tmp_path.iterdir())
+
+
+@needs_megatron
+def test_who_reads_the_options_while_they_are_written_sees_a_whole_file(tmp_path: Path) -> None:
+    """Every rank writes the file and reads it, all at the same path."""
+    from overlap.megatron import write_nccl_config
+
+    path = tmp_path / "nccl.yaml"
+    write_nccl_config(path, "narrow")
+    before = path.read_text(encoding="utf-8")
+    with path.open(encoding="utf-8") as reader:
+        write_nccl_config(path, "balanced")
+        assert reader.read() == before
+    assert json.loads(path.read_text(encoding="utf-8")) != json.loads(before)
+    assert [file.name for file in tmp_path.iterdir()] == ["nccl.yaml"]

@@ -7,6 +7,7 @@ are its names of groups.
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 from overlap.nccl import NcclOptions, resolve
@@ -22,7 +23,7 @@ def write_nccl_config(path: str | Path, options: NcclOptions | str = "balanced")
     path.
 
     Args:
-        path: Is overwritten.
+        path: Is replaced; every rank may write it, and read it at once: nobody sees half a file.
         options: As in `overlap.ProcessGroups.build`. Groups whose collectives nothing hides, such
             as the exchange of tokens, keep NCCL's choice.
 
@@ -37,8 +38,13 @@ def write_nccl_config(path: str | Path, options: NcclOptions | str = "balanced")
         "cga_cluster_size": chosen.cluster_size,
     }
     given = {name: value for name, value in entry.items() if value is not None}
-    Path(path).write_text(json.dumps(dict.fromkeys(_GROUPS, given), indent=2), encoding="utf-8")
-    return str(path)  # JSON is YAML, which Megatron reads
+    text = json.dumps(dict.fromkeys(_GROUPS, given), indent=2)  # JSON is YAML, which Megatron reads
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=Path(path).parent, prefix=Path(path).name, delete=False
+    ) as draft:
+        draft.write(text)
+    Path(draft.name).replace(path)
+    return str(path)
 
 
 def environment(options: NcclOptions | str = "balanced") -> str:
