@@ -96,21 +96,15 @@ def test_two_uses_in_one_backward_add_up() -> None:
         assert relative_error(weight.main_grad, 2 * gradient) < EXACT
 
 
-def test_a_refused_offer_leaves_the_gradient_to_autograd() -> None:
-    case = make_case(30, 2, 3, 32, 16)
-    want = run(case)
-    offer(case.w1, get_main_grad=lambda: None)
-    backward(case)
-    assert not case.w1.grad_added_to_main_grad
-    assert case.w1.main_grad.isnan().all()
-    assert torch.equal(case.w1.grad, want[3])
-
-
-def test_memory_in_bf16_is_not_taken() -> None:
+@pytest.mark.parametrize("refused", [True, False], ids=["refused", "memory in bf16"])
+def test_without_fp32_memory_the_gradient_is_left_to_autograd(refused: bool) -> None:
     case = make_case(30, 2, 3, 32, 16)
     want = run(case)
     offer(case.w1)
-    case.w1.main_grad = case.w1.main_grad.bfloat16()
+    if refused:
+        case.w1.get_main_grad = lambda: None
+    else:
+        case.w1.main_grad = case.w1.main_grad.bfloat16()
     backward(case)
     assert not case.w1.grad_added_to_main_grad
     assert case.w1.main_grad.isnan().all()

@@ -19,11 +19,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.backends.triton.peers import row_pointer
-from megamoe.backends.triton.schedule import Grid
+from megamoe.backends.triton.schedule import TILES_PER_DRAW, Grid
 from megamoe.backends.triton.tables import ROW_ALIGN, RoutingTables
 from megamoe.backends.triton.tuning import TileConfig
 
 __all__ = ["rows_by_weight", "weight_grad"]
+
+
+_TILES = tl.constexpr(TILES_PER_DRAW)
 
 
 @triton.jit
@@ -38,16 +41,18 @@ def _tile_order(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _draw(index, tiles, grid):
-    """Return (first, end, step) of the tiles of one draw: four, or one in the last rounds.
+    """Return (first, end, step) of the tiles of one draw: _TILES, or one in the last rounds.
 
     Between two draws the pipeline drains; the single tiles at the end keep the finish even. The
     tiles of a draw lie one grid apart, so that at any time the programs work side by side, as in a
     static schedule, and share what they load through the L2.
     """
-    fours = tl.maximum(tiles - 4 * grid, 0) // (4 * grid) * grid  # draws of four
-    single = index >= fours
-    first = tl.where(single, 3 * fours + index, index // grid * (4 * grid) + index % grid)
-    return first, first + tl.where(single, 1, 3 * grid + 1), grid
+    full = tl.maximum(tiles - _TILES * grid, 0) // (_TILES * grid) * grid  # draws of so many
+    single = index >= full
+    first = tl.where(
+        single, (_TILES - 1) * full + index, index // grid * (_TILES * grid) + index % grid
+    )
+    return first, first + tl.where(single, 1, (_TILES - 1) * grid + 1), grid
 
 
 @triton.jit

@@ -22,7 +22,6 @@ __all__ = ["ROW_ALIGN", "RoutingTables", "build_tables", "max_rows"]
 
 ROW_ALIGN = 128  # rows; every tile height divides it, so no tile spans two experts
 
-_ALIGN = tl.constexpr(ROW_ALIGN)
 _OWN = 8  # experts of one prefix program
 _ONE_HOT = 4096  # elements of the [slots, experts] one-hot that one program ranks
 
