@@ -12,7 +12,7 @@ from tests.triton_cases import DEVICE, poison, triton
 # isort: split
 import triton.language as tl
 
-from megamoe.backends.triton import gemm, tuning
+from megamoe.backends.triton import draws, tuning
 from megamoe.backends.triton.tables import ROW_ALIGN, build_tables, max_rows
 
 
@@ -68,7 +68,7 @@ def test_max_rows_is_reached_and_never_passed(slots: int, experts: int) -> None:
 def _list_draws(out_ptr, tiles):
     index = tl.program_id(0)
     while index < tiles:  # as if every program drew in turn
-        first, end, step = gemm._draw(index, tiles, tl.num_programs(0))
+        first, end, step = draws.draw_tiles(index, tiles, tl.num_programs(0))
         for tile in range(first, end, step):
             tl.atomic_add(out_ptr + tile, 1, mask=tile < tiles)
         index += tl.num_programs(0)
@@ -83,7 +83,7 @@ def test_draws_cover_every_tile_once(tiles: int) -> None:
 
 @triton.jit
 def _draw_again(out_ptr, next_draw_ptr, tiles, resident):
-    tl.store(out_ptr + tl.program_id(0), gemm._next_draw(next_draw_ptr, tiles, resident))
+    tl.store(out_ptr + tl.program_id(0), draws.next_draw(next_draw_ptr, tiles, resident))
 
 
 def test_programs_past_the_resident_ones_take_no_second_draw() -> None:

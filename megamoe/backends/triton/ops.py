@@ -27,11 +27,12 @@ from torch import Tensor
 
 from megamoe.backends.triton.activation import swiglu, swiglu_backward
 from megamoe.backends.triton.combine import combine, gather_rows, slot_values
-from megamoe.backends.triton.gemm import rows_by_weight, weight_grad
+from megamoe.backends.triton.gemm import rows_by_weight
 from megamoe.backends.triton.router import route, route_backward
 from megamoe.backends.triton.schedule import grid_for
 from megamoe.backends.triton.tables import ROW_ALIGN, RoutingTables, build_tables, max_rows
 from megamoe.backends.triton.tuning import Shape, TileConfig, choose
+from megamoe.backends.triton.weight_gemm import weight_grad
 
 __all__ = ["ops"]
 

@@ -87,7 +87,11 @@ def _route(
     left = ranked
     if GROUPS > 1:
         left = _allowed(ranked, column, TOKENS, COLS, GROUPS, GROUP_TOPK, TOP_K // GROUP_TOPK)
-    slot = token.to(tl.int64) * TOP_K
+    # Choice k is kept in column k: COLS >= EXPERTS >= TOP_K. What the others hold is not stored; it
+    # is not zeros, because a single column of weights would be turned through shared memory with
+    # several threads writing the same word: harmless, but a race to a checker.
+    ids = tl.zeros([TOKENS, COLS], tl.int32)
+    weights = scores
     total = tl.zeros([TOKENS], tl.float32)
     first = tl.max(left, 1)
     chosen = tl.zeros([TOKENS, COLS], tl.int32)
@@ -96,20 +100,14 @@ def _route(
         chosen += (column == expert[:, None]).to(tl.int32)
         value = best if SIGMOID or PRE else tl.exp(best - first)
         total += value
-        tl.store(ids_ptr + slot + k, expert.to(tl.int64), valid)
-        tl.store(weights_ptr + slot + k, value, valid)
+        ids = tl.where(column == k, expert[:, None], ids)
+        weights = tl.where(column == k, value[:, None], weights)
     if not PRE and not (SIGMOID and TOP_K == 1):
-        # The same programs wrote these values; the barrier makes them visible to all threads.
-        tl.debug_barrier()
-        for k in tl.static_range(TOP_K):
-            value = tl.load(weights_ptr + slot + k, mask=valid, other=0.0)
-            value = value / (total + _EPS) * scaling
-            tl.store(weights_ptr + slot + k, value, valid)
-    else:
-        tl.debug_barrier()
-        for k in tl.static_range(TOP_K):
-            value = tl.load(weights_ptr + slot + k, mask=valid, other=0.0)
-            tl.store(weights_ptr + slot + k, value * scaling, valid)
+        weights = weights / (total + _EPS)[:, None]
+    slot = token.to(tl.int64)[:, None] * TOP_K + column
+    kept = valid[:, None] & (column < TOP_K)
+    tl.store(ids_ptr + slot, ids.to(tl.int64), kept)
+    tl.store(weights_ptr + slot, weights * scaling, kept)
 
     if BALANCE:
         if GROUPS > 1:  # the loss counts the plain top-k

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 import triton
 
-from megamoe.backends.triton.gemm import rows_by_weight, weight_grad
+from megamoe.backends.triton.gemm import rows_by_weight
 from megamoe.backends.triton.schedule import grid_for
 from megamoe.backends.triton.tables import build_tables
 from megamoe.backends.triton.tuning import Shape, TileConfig, cache_file, tune
+from megamoe.backends.triton.weight_gemm import weight_grad
 
 __all__ = ["tune_shape"]
 
