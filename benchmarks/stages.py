@@ -6,8 +6,10 @@ For every shape, with fresh random inputs and uniform routing, three tables:
 
 right  relative error and cosine of y and every gradient against a float64 loop over the experts
        and against the reference backend, outputs poisoned first; equality of ten runs
-fast   forward, backward and both, triton and reference measured in turn; `products` is the sum of
-       torch's grouped_mm times for the same products on rows already gathered
+fast   forward, backward and both, triton and reference measured in turn; `products` is torch's
+       grouped_mm for the same products, one after the other, on rows already gathered. Timed one by
+       one, each after some other variant, they take up to 3 % less: a chip at its power limit slows
+       down under one product after the other, as it does under a stage
 lean   bytes held between forward and backward (weights not counted), and the peak of one
        forward + backward above what was allocated before; `keep x` adds the dispatched x
 
@@ -33,6 +35,7 @@ from benchmarks import output
 from megamoe import mega_moe_stage1, mega_moe_stage2
 
 NAMES = ("y", "dx", "d_topk_weights", "dW1", "dW2")
+PARTS = {"forward": ("fc1", "fc2"), "backward": ("d_act", "d_w2", "d_w1", "d_x")}
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,10 @@ def products(inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
 
 
 def fast(inputs: Inputs, rounds: int) -> None:
-    variants: dict[str, Callable[[], object]] = dict(products(inputs))
+    alone = products(inputs)
+    variants: dict[str, Callable[[], object]] = dict(alone)
+    for part, names in PARTS.items():
+        variants[f"products {part}"] = lambda names=names: [alone[name]() for name in names]
     for backend in ("triton", "reference"):
         y = inputs.forward(backend)
 
@@ -199,23 +205,23 @@ def fast(inputs: Inputs, rounds: int) -> None:
 
         variants[f"{backend} forward"] = forward
         variants[f"{backend} backward"] = backward
-    names = ("fc1", "fc2", "d_act", "d_x", "d_w1", "d_w2")
     ms = in_turn(variants, rounds)
-    forward_products = ms["fc1"] + ms["fc2"]
-    backward_products = ms["d_act"] + ms["d_w2"] + ms["d_w1"] + ms["d_x"]
     tera = 6 * len(inputs.ids.flatten()) * inputs.shape.hidden * inputs.shape.ffn / 1e12
-    print("  products, ms    " + "  ".join(f"{n} {ms[n]:.3f}" for n in names))
+    print("  products, ms    " + "  ".join(f"{name} {ms[name]:.3f}" for name in alone))
     header = ("triton", "reference", "ref/triton", "products", "prod/triton", "TFLOP/s")
     print(f"  {'fast, ms':16}" + "".join(f"{h:>12}" for h in header))
-    ours, theirs = 0.0, 0.0
-    for part, ideal, work in (
-        ("forward", forward_products, tera),
-        ("backward", backward_products, 2 * tera),
-    ):
-        a, b = ms[f"triton {part}"], ms[f"reference {part}"]
-        ours, theirs = ours + a, theirs + b
-        print(_row(part, a, b, ideal, work))
-    print(_row("both", ours, theirs, forward_products + backward_products, 3 * tera))
+    rows = {"forward": tera, "backward": 2 * tera}
+    totals = [0.0, 0.0, 0.0]
+    for part, work in rows.items():
+        times = [ms[f"{variant} {part}"] for variant in ("triton", "reference", "products")]
+        totals = [a + b for a, b in zip(totals, times, strict=True)]
+        print(_row(part, *times, work))
+    print(_row("both", *totals, 3 * tera))
+    apart = (
+        f"{part} {sum(ms[name] for name in names) / ms[f'triton {part}']:.3f}"
+        for part, names in PARTS.items()
+    )
+    print(f"  products timed one by one / triton: {', '.join(apart)}")
 
 
 def _row(part: str, ours: float, theirs: float, ideal: float, work: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,19 @@ def test_tuned_choices_are_kept_and_found_again(
     default = tuning.choose(shape, device)
     assert default == tuning.candidates("fc1")[0]
     wanted = tuning.candidates("fc1")[2]
-    tuning.tune([(shape, lambda config: 1.0 if config == wanted else 2.0)], device)
+
+    def tune(shape: tuning.Shape, of_default: float) -> None:
+        def measure(runs: Sequence[Callable[[], object]]) -> list[float]:
+            return [of_default if run() == wanted else 1.0 for run in runs]
+
+        tuning.tune([(shape, lambda config: config)], measure, device)
+
+    tune(shape, 0.9)
     tuning.forget()
     assert tuning.choose(shape, device) == wanted
     assert tuning.choose(other, device) == default
-    tuning.tune([(other, lambda config: 1.0)], device)
+    tune(other, 0.99)  # too little to leave the default for
+    assert tuning.choose(other, device) == default
     assert tuning.choose(shape, device) == wanted  # the table grows
     tuning.cache_file(device).unlink()
     tuning.forget()

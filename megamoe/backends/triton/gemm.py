@@ -21,29 +21,39 @@ __all__ = ["rows_by_weight"]
 
 
 @triton.jit
-def _rows_tile(
-    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K, a_stride,
+def _rows_tiles(
+    first, end, stride, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
+    a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    m, n = tile_order(tile, m_tiles, n_tiles, GROUP_M)
-    row = m * BLOCK_M
-    col = n * BLOCK_N
-    expert = tl.load(tile_expert_ptr + row // ALIGN)
+    """The tiles first, first + stride, ... below ``end``, in one loop over the steps of all.
+
+    So that the loads of a tile start while the one before it is being stored. Triton would flatten
+    two loops here, but take twice the instructions to clear the sum.
+    """
+    inner = tl.arange(0, BLOCK_K)
+    tile = first - stride
+    row, col, expert, k = 0, 0, 0, 0
     if GATHER:
-        token = tl.load(row_token_ptr + row + tl.arange(0, BLOCK_M))
-        held = (token >= 0)[:, None]
-        inner = tl.arange(0, BLOCK_K)
-        a_ptrs = row_pointer(a, token, a_stride)[:, None] + inner[None, :]
+        token = tl.full([BLOCK_M], -1, tl.int32)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
-        k = step * BLOCK_K
+    for _ in tl.range(0, tl.cdiv(end - first, stride) * tl.cdiv(K, BLOCK_K)):
+        if k == 0:
+            tile += stride
+            m, n = tile_order(tile, m_tiles, n_tiles, GROUP_M)
+            row = m * BLOCK_M
+            col = n * BLOCK_N
+            expert = tl.load(tile_expert_ptr + row // ALIGN)
+            if GATHER:
+                token = tl.load(row_token_ptr + row + tl.arange(0, BLOCK_M))
         if GATHER:
+            a_ptrs = row_pointer(a, token, a_stride)[:, None] + (k + inner)[None, :]
+            held = (token >= 0)[:, None]
             if EVEN_K:
                 a_tile = tl.load(a_ptrs, mask=held, other=0.0)
             else:
                 a_tile = tl.load(a_ptrs, mask=held & (k + inner < K)[None, :], other=0.0)
-            a_ptrs += BLOCK_K
         else:
             a_tile = a.load([row, k])
         if TRANSPOSED:
@@ -51,10 +61,14 @@ def _rows_tile(
         else:
             b_tile = b_desc.load([expert, k, col]).reshape(BLOCK_K, BLOCK_N)
         acc = tl.dot(a_tile, b_tile, acc)
-    # Two stores of half the width: the staging buffer beside the pipeline is half as large.
-    left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
-    c_desc.store([row, col], left.to(c_desc.dtype))
-    c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
+        k += BLOCK_K
+        if k >= K:
+            # Two stores of half the width: the staging buffer beside the pipeline is half as large.
+            left, right = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            c_desc.store([row, col], left.to(c_desc.dtype))
+            c_desc.store([row, col + BLOCK_N // 2], right.to(c_desc.dtype))
+            acc = tl.where(k < 0, acc, 0.0)  # zeros, as in `weight_gemm`
+            k = 0
 
 
 @triton.jit
@@ -69,24 +83,24 @@ def _rows_by_weight(
     m_tiles = tl.load(rows_used_ptr) // BLOCK_M
     n_tiles = tl.cdiv(N, BLOCK_N)
     tiles = m_tiles * n_tiles
-    # Flattened: the loads of a tile start while the one before it is being stored.
     if DYNAMIC:
         draw = tl.atomic_add(next_draw_ptr, 1)
         first, end, step = draw_tiles(draw, tiles, resident)
         while first < tiles:
             draw = next_draw(next_draw_ptr, tiles, resident)
-            for tile in tl.range(first, end, step, flatten=True):
-                _rows_tile(
-                    tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
-                    a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
-                )  # fmt: skip
+            _rows_tiles(
+                first, end, step, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr,
+                tile_expert_ptr, K, a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER,
+                TRANSPOSED, EVEN_K,
+            )  # fmt: skip
             first, end, step = draw_tiles(draw, tiles, resident)
     else:
-        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-            _rows_tile(
-                tile, m_tiles, n_tiles, a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, K,
-                a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, TRANSPOSED, EVEN_K,
-            )  # fmt: skip
+        first = tl.program_id(0)
+        _rows_tiles(
+            first, tl.maximum(tiles, first), tl.num_programs(0), m_tiles, n_tiles, a, b_desc,
+            c_desc, row_token_ptr, tile_expert_ptr, K, a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K,
+            GROUP_M, GATHER, TRANSPOSED, EVEN_K,
+        )  # fmt: skip
 
 
 def rows_by_weight(

@@ -6,8 +6,10 @@ python -m megamoe.backends.triton.tune --tokens 8192 --top-k 8 --hidden 7168 --f
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -52,17 +54,13 @@ def tune_shape(
 
     def by_weight(
         a: torch.Tensor, weight: torch.Tensor, gather: bool, transposed: bool
-    ) -> Callable[[TileConfig], float]:
-        return lambda config: _time(
-            lambda: rows_by_weight(
-                a, weight, tables, gather=gather, transposed=transposed, config=config, grid=grid
-            )
+    ) -> Callable[[TileConfig], object]:
+        return lambda config: rows_by_weight(
+            a, weight, tables, gather=gather, transposed=transposed, config=config, grid=grid
         )
 
-    def summed(a: torch.Tensor, b: torch.Tensor, gather: bool) -> Callable[[TileConfig], float]:
-        return lambda config: _time(
-            lambda: weight_grad(a, b, tables, gather=gather, config=config, grid=grid)
-        )
+    def summed(a: torch.Tensor, b: torch.Tensor, gather: bool) -> Callable[[TileConfig], object]:
+        return lambda config: weight_grad(a, b, tables, gather=gather, config=config, grid=grid)
 
     return tune(
         [
@@ -73,25 +71,40 @@ def tune_shape(
             (shape("d_w1", 2 * ffn, hidden, 0), summed(row_2i, row_h, False)),
             (shape("d_w2", hidden, ffn, 0), summed(x, row_i, True)),
         ],
+        _times,
         device,
     )
 
 
-def _time(run: Callable[[], object], rounds: int = 7) -> float:
-    """Return the median of ``rounds`` in ms, infinity where the tile does not fit the device."""
-    try:
-        run()
-    except triton.runtime.errors.OutOfResources:
-        return float("inf")
-    marks = []
+def _times(runs: Sequence[Callable[[], object]], rounds: int = 9) -> list[float]:
+    """Return the median of each in ms, infinity where the tile does not fit the device.
+
+    All are compiled first and then take turns: a chip that rested while the next was compiled runs
+    faster than one that has just measured.
+    """
+    fitting = []
+    for index, run in enumerate(runs):
+        try:
+            run()
+        except triton.runtime.errors.OutOfResources:
+            continue
+        fitting.append(index)
+    marks: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {i: [] for i in fitting}
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        marks.append((begin, end))
+        for index in shuffled.sample(fitting, len(fitting)):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            runs[index]()
+            end.record()
+            marks[index].append((begin, end))
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+    return [
+        statistics.median(begin.elapsed_time(end) for begin, end in marks[index])
+        if index in marks
+        else math.inf
+        for index in range(len(runs))
+    ]
 
 
 def main() -> None:

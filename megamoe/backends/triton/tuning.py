@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ class Shape:
 
 
 _LARGE = TileConfig()
+_WORTH = 0.98  # of the default's time
 _SMALL = TileConfig(block_m=64, block_n=128, warps=4)
 
 
@@ -91,18 +93,23 @@ def _default(shape: Shape) -> TileConfig:
 
 
 def tune(
-    shapes: Iterable[tuple[Shape, Callable[[TileConfig], float]]], device: torch.device
+    products: Iterable[tuple[Shape, Callable[[TileConfig], object]]],
+    measure: Callable[[Sequence[Callable[[], object]]], Sequence[float]],
+    device: torch.device,
 ) -> dict[str, TileConfig]:
-    """Measure every candidate of every shape, keep the fastest on disk, and return the choices.
+    """Measure every candidate of every product, keep the fastest on disk, and return the choices.
 
-    ``shapes`` pairs each shape with a function that returns the time of one candidate, or infinity
-    where it does not fit the device.
+    ``products`` pairs each shape with what runs it in one cut; ``measure`` returns the times of
+    several runs, infinity where one does not fit the device. The default stays unless another takes
+    less than `_WORTH` of its time: beside a collective, which is not measured, its deeper pipeline
+    is worth more.
     """
     chosen: dict[str, TileConfig] = {}
-    for shape, measure in shapes:
+    for shape, run in products:
         options = candidates(shape.product)
-        times = [measure(config) for config in options]
-        chosen[shape.key] = options[times.index(min(times))]
+        times = dict(zip(options, measure([partial(run, cut) for cut in options]), strict=True))
+        best, default = min(times, key=times.__getitem__), _default(shape)
+        chosen[shape.key] = best if times[best] < _WORTH * times[default] else default
     path = cache_file(device)
     table = {**_table(path.name), **chosen}
     path.parent.mkdir(parents=True, exist_ok=True)
