@@ -36,7 +36,8 @@ def _rows_tiles(
     tile = first - stride
     row, col, expert, k = 0, 0, 0, 0
     if GATHER:
-        token = tl.full([BLOCK_M], -1, tl.int32)
+        held = tl.full([BLOCK_M], 0, tl.int1)
+        a_ptrs = row_pointer(a, tl.zeros([BLOCK_M], tl.int32), a_stride)[:, None] + inner[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for _ in tl.range(0, tl.cdiv(end - first, stride) * tl.cdiv(K, BLOCK_K)):
         if k == 0:
@@ -47,13 +48,14 @@ def _rows_tiles(
             expert = tl.load(tile_expert_ptr + row // ALIGN)
             if GATHER:
                 token = tl.load(row_token_ptr + row + tl.arange(0, BLOCK_M))
+                held = token >= 0
+                a_ptrs = row_pointer(a, token, a_stride)[:, None] + inner[None, :]
         if GATHER:
-            a_ptrs = row_pointer(a, token, a_stride)[:, None] + (k + inner)[None, :]
-            held = (token >= 0)[:, None]
             if EVEN_K:
-                a_tile = tl.load(a_ptrs, mask=held, other=0.0)
+                a_tile = tl.load(a_ptrs, mask=held[:, None], other=0.0)
             else:
-                a_tile = tl.load(a_ptrs, mask=held & (k + inner < K)[None, :], other=0.0)
+                a_tile = tl.load(a_ptrs, mask=held[:, None] & (k + inner < K)[None, :], other=0.0)
+            a_ptrs += BLOCK_K
         else:
             a_tile = a.load([row, k])
         if TRANSPOSED:
