@@ -218,11 +218,12 @@ def test_reserved_sms_get_enough_programs_of_one_draw() -> None:
     from megamoe.backends.triton.schedule import Grid
 
     assert not Grid(8).dynamic
-    assert Grid(8).programs(800) == 8
+    assert Grid(8).programs(800, 4) == 8
     assert Grid(6, 2).dynamic
-    assert Grid(6, 2).programs(800) == 6 + 50  # a quarter of the tiles, four in a draw
-    assert Grid(6, 2).programs(1) == 7
-    assert Grid(6, 2).programs(0) == 6
+    # By six programs 32 rounds of fours, one of twos, and 20 single tiles; a quarter for two SMs.
+    assert Grid(6, 2).programs(800, 4) == 6 + 55
+    assert Grid(6, 2).programs(1, 4) == 7
+    assert Grid(6, 2).programs(0, 4) == 6
 
 
 def test_layers_share_one_budget() -> None:

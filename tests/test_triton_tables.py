@@ -13,7 +13,7 @@ from tests.triton_cases import DEVICE, poison, triton
 # isort: split
 import triton.language as tl
 
-from megamoe.backends.triton import draws, tuning
+from megamoe.backends.triton import draws, schedule, tuning
 from megamoe.backends.triton.tables import ROW_ALIGN, build_tables, max_rows
 
 
@@ -66,20 +66,43 @@ def test_max_rows_is_reached_and_never_passed(slots: int, experts: int) -> None:
 
 
 @triton.jit
-def _list_draws(out_ptr, tiles):
+def _list_draws(out_ptr, tiles, most):
     index = tl.program_id(0)
     while index < tiles:  # as if every program drew in turn
-        first, end, step = draws.draw_tiles(index, tiles, tl.num_programs(0))
+        first, end, step = draws.draw_tiles(index, tiles, tl.num_programs(0), most)
         for tile in range(first, end, step):
             tl.atomic_add(out_ptr + tile, 1, mask=tile < tiles)
         index += tl.num_programs(0)
 
 
-@pytest.mark.parametrize("tiles", [1, 7, 12, 16, 24, 25, 61, 100])
-def test_draws_cover_every_tile_once(tiles: int) -> None:
+@pytest.mark.parametrize("most", [1, 4, 8, 16])
+@pytest.mark.parametrize("tiles", [1, 7, 12, 16, 24, 25, 61, 100, 311])
+def test_draws_cover_every_tile_once(tiles: int, most: int) -> None:
     counts = torch.zeros(tiles, dtype=torch.int32, device=DEVICE)
-    _list_draws[(3,)](counts, tiles)
+    _list_draws[(3,)](counts, tiles, most)
     assert (counts == 1).all()
+
+
+@triton.jit
+def _sizes(out_ptr, tiles, grid, most):
+    first, end, step = draws.draw_tiles(tl.program_id(0), tiles, grid, most)
+    tl.store(out_ptr + tl.program_id(0), tl.where(first < tiles, tl.cdiv(end - first, step), 0))
+
+
+def test_draws_get_smaller_and_the_launch_knows_how_many_there_are() -> None:
+    sizes = torch.zeros(200, dtype=torch.int32, device=DEVICE)
+    _sizes[(200,)](sizes, 100, 3, 8)
+    # A round of three draws takes 24, 12, 6 or 3 tiles, and one more of its size fits behind it.
+    assert sizes.tolist()[:36] == [8] * 9 + [4] * 3 + [2] * 3 + [1] * 10 + [0] * 11
+    grid = schedule.Grid(3, 1)
+    assert grid.programs(100, 8) == 3 + 7  # a quarter of the 25 draws, rounded up
+
+
+@pytest.mark.parametrize(
+    ("steps", "tiles"), [(1, 16), (8, 16), (24, 8), (32, 8), (112, 4), (999, 4)]
+)
+def test_tiles_of_few_steps_are_drawn_more_at_a_time(steps: int, tiles: int) -> None:
+    assert schedule.tiles_per_draw(steps) == tiles
 
 
 @triton.jit

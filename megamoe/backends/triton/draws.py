@@ -13,11 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from megamoe.backends.triton.schedule import TILES_PER_DRAW, Grid
+from megamoe.backends.triton.schedule import LARGEST_DRAW, Grid
 
 __all__ = ["draw_counter", "draw_tiles", "next_draw", "tile_order"]
 
-_TILES = tl.constexpr(TILES_PER_DRAW)
+_LARGEST = tl.constexpr(LARGEST_DRAW)
+_LEVELS = tl.constexpr(LARGEST_DRAW.bit_length() - 1)  # sizes of draws but for 1
 
 
 @triton.jit
@@ -31,22 +32,28 @@ def tile_order(tile, m_tiles, n_tiles, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def draw_tiles(index, tiles, grid):
-    """Return (first, end, step) of the tiles of one draw: _TILES, or one in the last rounds.
+def draw_tiles(index, tiles, grid, most):
+    """Return (first, end, step) of the tiles of a draw: ``most``, a power of two, then ever fewer.
 
-    Between two draws the pipeline drains; the single tiles at the end keep the finish even. The
-    tiles of a draw lie one grid apart, so that at any time the programs work side by side, as in a
-    static schedule, and share what they load through the L2.
+    Between two draws the pipeline drains, so they are large at first; the last ones are of single
+    tiles, so that all programs finish together. Of each size there are so many that a round of that
+    size would still fit after them. The tiles of a draw lie one grid apart, so that at any time the
+    programs work side by side, as in a static schedule, and share what they load through the L2.
     """
     # The same in every thread, and after a warp's reduction known to be: what is counted with it
     # stays in uniform registers, as in a static schedule. A gathered product is 10 % faster for it.
-    index = tl.max(tl.zeros([32], tl.int32) + index, 0)
-    full = tl.maximum(tiles - _TILES * grid, 0) // (_TILES * grid) * grid  # draws of so many
-    single = index >= full
-    first = tl.where(
-        single, (_TILES - 1) * full + index, index // grid * (_TILES * grid) + index % grid
-    )
-    return first, first + tl.where(single, 1, (_TILES - 1) * grid + 1), grid
+    at = tl.max(tl.zeros([32], tl.int32) + index, 0)
+    before = 0  # tiles of all larger draws; `at` counts the draws after those
+    size = _LARGEST
+    for level in tl.static_range(_LEVELS):
+        SIZE: tl.constexpr = _LARGEST >> level
+        rounds = tl.where(most >= SIZE, tl.maximum((tiles - before) // (SIZE * grid) - 1, 0), 0)
+        smaller = (size == SIZE) & (at >= rounds * grid)
+        before = tl.where(smaller, before + rounds * grid * SIZE, before)
+        at = tl.where(smaller, at - rounds * grid, at)
+        size = tl.where(smaller, SIZE // 2, size)
+    first = before + at // grid * (size * grid) + at % grid
+    return first, first + (size - 1) * grid + 1, grid
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.backends.triton.draws import draw_counter, draw_tiles, next_draw, tile_order
 from megamoe.backends.triton.peers import row_pointer
-from megamoe.backends.triton.schedule import Grid
+from megamoe.backends.triton.schedule import Grid, tiles_per_draw
 from megamoe.backends.triton.tables import ROW_ALIGN, RoutingTables
 from megamoe.backends.triton.tuning import TileConfig
 
@@ -73,10 +73,10 @@ def _rows_tiles(
             k = 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _rows_by_weight(
     a, b_desc, c_desc, row_token_ptr, tile_expert_ptr, rows_used_ptr, next_draw_ptr, resident,
-    N, K, a_stride,
+    most, N, K, a_stride,
     ALIGN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN_K: tl.constexpr,
     DYNAMIC: tl.constexpr,
@@ -87,7 +87,7 @@ def _rows_by_weight(
     tiles = m_tiles * n_tiles
     if DYNAMIC:
         draw = tl.atomic_add(next_draw_ptr, 1)
-        first, end, step = draw_tiles(draw, tiles, resident)
+        first, end, step = draw_tiles(draw, tiles, resident, most)
         while first < tiles:
             draw = next_draw(next_draw_ptr, tiles, resident)
             _rows_tiles(
@@ -95,7 +95,7 @@ def _rows_by_weight(
                 tile_expert_ptr, K, a_stride, ALIGN, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER,
                 TRANSPOSED, EVEN_K,
             )  # fmt: skip
-            first, end, step = draw_tiles(draw, tiles, resident)
+            first, end, step = draw_tiles(draw, tiles, resident, most)
     else:
         first = tl.program_id(0)
         _rows_tiles(
@@ -129,12 +129,13 @@ def rows_by_weight(
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     b_block = [1, block_n, block_k] if transposed else [1, block_k, block_n]
     tiles = rows // block_m * triton.cdiv(n, block_n)
-    _rows_by_weight[(grid.programs(tiles),)](
+    most = tiles_per_draw(triton.cdiv(k, block_k))
+    _rows_by_weight[(grid.programs(tiles, most),)](
         a if gather else TensorDescriptor.from_tensor(a, [block_m, block_k]),
         TensorDescriptor.from_tensor(weight, b_block),
         TensorDescriptor.from_tensor(out, [block_m, block_n // 2]),
         tables.row_token, tables.tile_expert, tables.starts[-1:], draw_counter(grid, a),
-        grid.resident, n, k, k,
+        grid.resident, most, n, k, k,
         ALIGN=ROW_ALIGN, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
         GATHER=gather, TRANSPOSED=transposed, EVEN_K=k % block_k == 0,
         DYNAMIC=grid.dynamic,

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Grid", "add_sm_budget", "grid_for", "multiprocessors"]
+__all__ = ["LARGEST_DRAW", "Grid", "add_sm_budget", "grid_for", "multiprocessors", "tiles_per_draw"]
 
 Budget = Callable[[], int]
 
@@ -34,7 +34,9 @@ _budgets: Counter[Budget] = Counter()  # how many layers were handed each
 _thread = threading.local()
 
 
-TILES_PER_DRAW = 4
+LARGEST_DRAW = 16  # tiles; a power of two
+_SMALLEST_DRAW = 4  # but for the last ones
+_STEPS_PER_DRAW = 256  # of a tile's loop, about 0.15 ms
 
 
 class Grid(NamedTuple):
@@ -48,11 +50,30 @@ class Grid(NamedTuple):
         """Whether tiles are drawn from a counter instead of strided over."""
         return self.reserved > 0
 
-    def programs(self, tiles: int) -> int:
-        """Return the programs to launch for at most ``tiles`` tiles: the resident ones, and as many
-        of one draw as would keep the reserved SMs busy for the whole product."""
+    def programs(self, tiles: int, most: int) -> int:
+        """Return the programs to launch for at most ``tiles`` tiles, drawn ``most`` at a time at
+        first: the resident ones, and as many of one draw as would keep the reserved SMs busy for
+        the whole product."""
         share = self.reserved / (self.resident + self.reserved)
-        return self.resident + math.ceil(tiles * share / TILES_PER_DRAW)
+        return self.resident + math.ceil(share * self._draws(tiles, most))
+
+    def _draws(self, tiles: int, most: int) -> int:
+        """Return the draws of ``tiles`` tiles, as `draws.draw_tiles` makes them."""
+        draws = 0
+        while most > 1:
+            of_this_size = max(tiles // (most * self.resident) - 1, 0) * self.resident
+            draws, tiles, most = draws + of_this_size, tiles - of_this_size * most, most // 2
+        return draws + tiles
+
+
+def tiles_per_draw(steps: int) -> int:
+    """Return how many tiles a draw takes at first, where a tile takes ``steps`` steps.
+
+    A drained pipeline costs the time of a few steps; a collective waits for a draw at most.
+    """
+    fitting = max(_STEPS_PER_DRAW // max(steps, 1), 1)
+    power = 1 << (fitting.bit_length() - 1)
+    return min(max(power, _SMALLEST_DRAW), LARGEST_DRAW)
 
 
 def add_sm_budget(budget: Budget) -> Callable[[], None]:

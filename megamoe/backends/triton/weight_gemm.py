@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.backends.triton.draws import draw_counter, draw_tiles, next_draw, tile_order
 from megamoe.backends.triton.peers import row_pointer
-from megamoe.backends.triton.schedule import Grid
+from megamoe.backends.triton.schedule import Grid, tiles_per_draw
 from megamoe.backends.triton.tables import RoutingTables
 from megamoe.backends.triton.tuning import TileConfig
 
@@ -168,10 +168,10 @@ def _weight_tiles(
             next_token = _tokens(row_token_ptr, map_start, map_count, map_k, BLOCK_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _weight_grad(
     a, b_desc, c_desc, row_token_ptr, counts_ptr, starts_ptr, next_draw_ptr, resident,
-    experts, M, N,
+    most, experts, M, N,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     GATHER: tl.constexpr, EVEN_M: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -188,7 +188,7 @@ def _weight_grad(
     tiles = experts * per_expert
     if DYNAMIC:
         draw = tl.atomic_add(next_draw_ptr, 1)
-        first, end, step = draw_tiles(draw, tiles, resident)
+        first, end, step = draw_tiles(draw, tiles, resident, most)
         while first < tiles:
             draw = next_draw(next_draw_ptr, tiles, resident)
             steps = _steps_of_draw(first, end, step, per_expert, counts_ptr, BLOCK_K)
@@ -197,7 +197,7 @@ def _weight_grad(
                 counts_ptr, starts_ptr, M, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, GATHER, EVEN_M,
                 ACCUMULATE,
             )  # fmt: skip
-            first, end, step = draw_tiles(draw, tiles, resident)
+            first, end, step = draw_tiles(draw, tiles, resident, most)
     else:
         first = tl.program_id(0)
         step = tl.num_programs(0)
@@ -235,12 +235,13 @@ def weight_grad(
         return out if add else out.zero_()
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tiles = experts * triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
-    _weight_grad[(grid.programs(tiles),)](
+    most = tiles_per_draw(triton.cdiv(tables.slot_row.numel(), experts * block_k))  # if even
+    _weight_grad[(grid.programs(tiles, most),)](
         a if gather else TensorDescriptor.from_tensor(a, [block_k, block_m]),
         TensorDescriptor.from_tensor(b, [block_k, block_n]),
         TensorDescriptor.from_tensor(out, [1, block_m, block_n // 2]),
         tables.row_token, tables.counts, tables.starts, draw_counter(grid, a), grid.resident,
-        experts, m, n, EXPERTS=triton.next_power_of_2(experts),
+        most, experts, m, n, EXPERTS=triton.next_power_of_2(experts),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=config.group_m,
         GATHER=gather, EVEN_M=m % block_m == 0, ACCUMULATE=add,
         DYNAMIC=grid.dynamic,
