@@ -46,7 +46,7 @@ def draw_tiles(index, tiles, grid, most):
     before = 0  # tiles of all larger draws; `at` counts the draws after those
     size = _LARGEST
     for level in tl.static_range(_LEVELS):
-        SIZE: tl.constexpr = _LARGEST >> level
+        SIZE = _LARGEST >> level
         rounds = tl.where(most >= SIZE, tl.maximum((tiles - before) // (SIZE * grid) - 1, 0), 0)
         smaller = (size == SIZE) & (at >= rounds * grid)
         before = tl.where(smaller, before + rounds * grid * SIZE, before)
