@@ -134,7 +134,7 @@ def budgeted(reserved: int, run: Callable[[], object]) -> Callable[[], None]:
 
 def resident_only(run: Callable[[], object]) -> Callable[[], None]:
     def inner() -> None:
-        whole, Grid.programs = Grid.programs, lambda grid, tiles: grid.resident
+        whole, Grid.programs = Grid.programs, lambda grid, tiles, most: grid.resident
         try:
             run()
         finally:

@@ -6,10 +6,9 @@ For every shape, with fresh random inputs and uniform routing, three tables:
 
 right  relative error and cosine of y and every gradient against a float64 loop over the experts
        and against the reference backend, outputs poisoned first; equality of ten runs
-fast   forward, backward and both, triton and reference measured in turn; `products` is torch's
-       grouped_mm for the same products, one after the other, on rows already gathered. Timed one by
-       one, each after some other variant, they take up to 3 % less: a chip at its power limit slows
-       down under one product after the other, as it does under a stage
+fast   forward, backward and both, triton and reference measured in turn; `products` is the sum of
+       torch's grouped_mm times for the same products on rows already gathered, each timed by
+       itself; below the table the same timed in a row, as a stage runs them
 lean   bytes held between forward and backward (weights not counted), and the peak of one
        forward + backward above what was allocated before; `keep x` adds the dispatched x
 
@@ -210,18 +209,16 @@ def fast(inputs: Inputs, rounds: int) -> None:
     print("  products, ms    " + "  ".join(f"{name} {ms[name]:.3f}" for name in alone))
     header = ("triton", "reference", "ref/triton", "products", "prod/triton", "TFLOP/s")
     print(f"  {'fast, ms':16}" + "".join(f"{h:>12}" for h in header))
-    rows = {"forward": tera, "backward": 2 * tera}
+    for part, names in PARTS.items():
+        ms[f"alone {part}"] = sum(ms[name] for name in names)
     totals = [0.0, 0.0, 0.0]
-    for part, work in rows.items():
-        times = [ms[f"{variant} {part}"] for variant in ("triton", "reference", "products")]
+    for part, work in {"forward": tera, "backward": 2 * tera}.items():
+        times = [ms[f"{variant} {part}"] for variant in ("triton", "reference", "alone")]
         totals = [a + b for a, b in zip(totals, times, strict=True)]
         print(_row(part, *times, work))
     print(_row("both", *totals, 3 * tera))
-    apart = (
-        f"{part} {sum(ms[name] for name in names) / ms[f'triton {part}']:.3f}"
-        for part, names in PARTS.items()
-    )
-    print(f"  products timed one by one / triton: {', '.join(apart)}")
+    in_a_row = (f"{part} {ms[f'products {part}'] / ms[f'triton {part}']:.3f}" for part in PARTS)
+    print(f"  products timed in a row / triton: {', '.join(in_a_row)}")
 
 
 def _row(part: str, ours: float, theirs: float, ideal: float, work: float) -> str:

@@ -12,24 +12,41 @@ import triton
 import triton.language as tl
 
 from megamoe.backends.triton.peers import row_pointer
+from megamoe.backends.triton.tables import RoutingTables
 
 __all__ = ["combine", "gather_rows", "slot_values"]
+
+_PADDING = 16  # rows that one program looks at for padding
 
 
 @triton.jit
 def _gather_rows(
-    tokens_ptr, row_token_ptr, rows_used_ptr, out_ptr, WIDTH, token_stride,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    tokens_ptr, slot_row_ptr, row_token_ptr, rows_used_ptr, out_ptr, num_tokens, WIDTH,
+    token_stride,
+    TOP_K: tl.constexpr, TOKENS: tl.constexpr, COLS: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    used = row < tl.load(rows_used_ptr)
-    if tl.program_id(0) * ROWS < tl.load(rows_used_ptr):
-        col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
-        token = tl.load(row_token_ptr + row, mask=used, other=-1)
-        source = row_pointer(tokens_ptr, token, token_stride)[:, None] + col
-        value = tl.load(source, mask=(token >= 0)[:, None] & (col < WIDTH), other=0.0)
-        out = row_pointer(out_ptr, row, WIDTH)[:, None] + col
-        tl.store(out, value, mask=used[:, None] & (col < WIDTH))
+    """Write each token to its rows; the programs after those of the tokens clear padding."""
+    token_programs = tl.cdiv(num_tokens, TOKENS)
+    col = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    if tl.program_id(0) < token_programs:
+        token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < num_tokens)[:, None] & (col < WIDTH)
+        value = tl.load(row_pointer(tokens_ptr, token, token_stride)[:, None] + col, mask=inside)
+        for k in tl.static_range(TOP_K):
+            slot = token.to(tl.int64) * TOP_K + k
+            row = tl.load(slot_row_ptr + slot, mask=token < num_tokens, other=-1)
+            out = row_pointer(out_ptr, row, WIDTH)[:, None] + col
+            tl.store(out, value, mask=inside & (row >= 0)[:, None])
+    else:
+        first = (tl.program_id(0) - token_programs) * PADDING
+        rows_used = tl.load(rows_used_ptr)
+        if first < rows_used:
+            row = first + tl.arange(0, PADDING)
+            empty = tl.load(row_token_ptr + row, mask=row < rows_used, other=0) < 0
+            if tl.max(empty.to(tl.int32), 0) > 0:
+                zeros = tl.zeros([PADDING, COLS], out_ptr.dtype.element_ty)
+                out = row_pointer(out_ptr, row, WIDTH)[:, None] + col
+                tl.store(out, zeros, mask=empty[:, None] & (col < WIDTH))
 
 
 @triton.jit
@@ -65,19 +82,25 @@ def _slot_values(values_ptr, slot_row_ptr, out_ptr, num_slots, BLOCK: tl.constex
 
 def gather_rows(
     tokens: torch.Tensor,  # [T, H]
-    row_token: torch.Tensor,  # [P] int32, -1 in padding
-    starts: torch.Tensor,  # [g + 1] int32
+    tables: RoutingTables,
 ) -> torch.Tensor:
-    """Return [P, H]: the token of each row, zeros in padding; rows past the last run unwritten."""
-    num_rows, width = row_token.shape[0], tokens.shape[1]
+    """Return [P, H]: the token of each row, zeros in padding; rows past the last run unwritten.
+
+    Every token is read once and written to its rows: row by row it would be read again for each of
+    its experts, by then mostly from memory.
+    """
+    num_rows, (num_tokens, width) = tables.row_token.shape[0], tokens.shape
     out = tokens.new_empty(num_rows, width)
     if not num_rows:
         return out
     cols = min(2048, triton.next_power_of_2(width))
-    rows = 2048 // cols
-    _gather_rows[(triton.cdiv(num_rows, rows), triton.cdiv(width, cols))](
-        tokens, row_token, starts[-1:], out, width, tokens.stride(0), ROWS=rows, COLS=cols
-    )
+    block = 2048 // cols
+    programs = triton.cdiv(num_tokens, block) + triton.cdiv(num_rows, _PADDING)
+    _gather_rows[(programs, triton.cdiv(width, cols))](
+        tokens, tables.slot_row, tables.row_token, tables.starts[-1:], out, num_tokens, width,
+        tokens.stride(0), TOP_K=tables.slot_row.shape[1], TOKENS=block, COLS=cols,
+        PADDING=_PADDING,
+    )  # fmt: skip
     return out
 
 

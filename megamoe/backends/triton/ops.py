@@ -323,7 +323,7 @@ def _summed(
     if tokens_first:
         product, a, b = "d_w2", tokens, rows
     else:
-        product, a, b = "d_w1", rows, gather_rows(tokens, routing.row_token, routing.starts)
+        product, a, b = "d_w1", rows, gather_rows(tokens, routing)
     experts = routing.counts.shape[0]
     config = _config(product, a.shape[1], b.shape[1], 0, experts, routing, a)
     return weight_grad(
