@@ -102,11 +102,12 @@ class Dropped:
 
 @dataclass
 class Scan:
-    """What `scan` found beside the events; ``complete`` if it saw the end of their list."""
+    """What `scan` found beside the events."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     dropped: Dropped = field(default_factory=Dropped)
-    complete: bool = False
+    complete: bool = False  # it saw the end of the events' list
+    unread: str = ""  # what stands behind that and is no part of the trace
 
 
 _DECODER = msgspec.json.Decoder(list[Event])
@@ -154,8 +155,7 @@ def scan(stream: Source, take: Callable[[list[Event]], None]) -> Scan:
         if found.complete:
             tail = buffer + _rest(stream)
             break
-    if head is not None:
-        found.metadata = _metadata(head, tail)
+    found.metadata, found.unread = _rest_of_trace(head, tail)
     return found
 
 
@@ -185,16 +185,24 @@ def _head(stream: Source) -> tuple[bytes | None, bytes]:
     raise NotATraceError("it holds no list of traceEvents")
 
 
-def _metadata(head: bytes, tail: bytes) -> dict[str, Any]:
-    """Return the top-level entries beside the events; those before them where the rest is cut."""
-    for end in (tail, b"]}"):
+def _rest_of_trace(head: bytes | None, tail: bytes) -> tuple[dict[str, Any], str]:
+    """Return the top-level entries beside the events, and the text that belongs to no trace.
+
+    Where what follows the events cannot be read, the entries before them are what is left.
+    """
+    behind = tail[1:].decode("utf-8", "replace").strip()
+    if head is None:
+        return {}, behind
+    before = head.decode("utf-8", "replace")
+    for end, unread in ((tail.decode("utf-8", "replace"), None), ("]}", behind)):
         try:
-            entries = _SLOW.decode((head + end).decode("utf-8", "replace"))
+            entries, length = _SLOW.raw_decode(before + end)
         except (ValueError, RecursionError):
             continue
-        entries.pop("traceEvents", None)
-        return entries
-    return {}
+        if isinstance(entries, dict) and length > len(before):  # not of something before the events
+            entries.pop("traceEvents", None)
+            return entries, end[length - len(before) :].strip() if unread is None else unread
+    return {}, behind
 
 
 def _cut(buffer: bytes) -> tuple[bytes, bytes]:

@@ -109,6 +109,8 @@ def _trace(
         notes.insert(0, "the compressed data are damaged: read up to there")
     elif not found.complete:
         notes.insert(0, "the file is cut off: read up to the cut")
+    if found.unread and not damaged:
+        notes.append(f"the end of the file is no part of the trace: {found.unread[:40]!r}")
     if alone:
         says = next((rank for rank in (own, named, by_name) if rank is not None), None)
         rank = says if told is None else told

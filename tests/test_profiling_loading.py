@@ -197,6 +197,28 @@ def test_a_truncated_file_is_read_up_to_the_cut_and_says_so(tmp_path, pack):
     assert loaded.metadata == trace.metadata, "what stands before the events is kept"
 
 
+def test_text_behind_the_trace_is_not_read_and_says_so(tmp_path):
+    trace = sample()
+    path = tmp_path / "a.json"
+    events = json.dumps(json.loads(trace.text())["traceEvents"])
+    whole = '{"traceEvents": ' + events
+    cases = {
+        trace.text() + "\n" + trace.text(): trace.text()[:30],  # two files in one
+        events + " ]": "]",
+        whole + ', "distributedInfo": {"rank"': ', "distributedInfo": {"rank"',  # cut off
+    }
+    for text, unread in cases.items():
+        path.write_text(text)
+        loaded = load_trace(path)
+        assert len(loaded) == len(trace.events)
+        (note,) = loaded.notes
+        assert "no part of the trace" in note
+        assert unread in note.replace("\\n", "\n")
+    for text in (trace.text() + " \n", events, whole + "}"):
+        path.write_text(text)
+        assert load_trace(path).notes == ()
+
+
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_damaged_compression_is_read_up_to_the_damage_and_says_so(tmp_path, suffix):
     trace = sample()
