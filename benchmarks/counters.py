@@ -33,12 +33,13 @@ import triton
 from torch import Tensor
 
 from benchmarks import output, stages
-from benchmarks.stages import SHAPES, Inputs, in_turn
+from benchmarks.stages import SHAPES, Inputs
 from megamoe.backends.triton.gemm import rows_by_weight
 from megamoe.backends.triton.schedule import grid_for
 from megamoe.backends.triton.tables import build_tables
 from megamoe.backends.triton.tuning import PRODUCTS, Shape, TileConfig, choose
 from megamoe.backends.triton.weight_gemm import weight_grad
+from megamoe.timing import in_turn
 
 Run = Callable[[], Tensor]
 

@@ -35,10 +35,11 @@ from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
 from benchmarks import output
-from benchmarks.stages import SHAPES, Inputs, in_turn
+from benchmarks.stages import SHAPES, Inputs
 from megamoe import mega_moe_stage1
 from megamoe.backends.triton import add_sm_budget
 from megamoe.backends.triton.schedule import Grid
+from megamoe.timing import in_turn
 
 # GB/s that NCCL's all-gather between two H200 reached with that many CTAs (docs/kernels.md).
 NCCL_RATE = {4: 77.0, 8: 154.0, 16: 247.0, 32: 290.0}

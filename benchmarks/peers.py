@@ -41,7 +41,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import output
-from benchmarks.stages import NAMES, SHAPES, Inputs, Shape, in_turn
+from benchmarks.stages import NAMES, SHAPES, Inputs, Shape
+from megamoe.timing import in_turn
 
 Layer = Callable[[Inputs], Tensor]  # inputs -> y
 Result = TypeVar("Result")

@@ -18,8 +18,6 @@ Times are medians over rounds in which the variants take turns, in ms, from CUDA
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from torch import Tensor
 
 from benchmarks import output
 from megamoe import mega_moe_stage1, mega_moe_stage2
+from megamoe.timing import in_turn
 
 NAMES = ("y", "dx", "d_topk_weights", "dW1", "dW2")
 PARTS = {"forward": ("fc1", "fc2"), "backward": ("d_act", "d_w2", "d_w1", "d_x")}
@@ -138,29 +137,6 @@ def right(inputs: Inputs) -> None:
         cosine = torch.nn.functional.cosine_similarity(a64.flatten(), exact.flatten(), dim=0)
         other = (a64 - b.double()).norm() / b.double().norm()
         print(f"  {name:16}{error:12.1e}{cosine:12.6f}{other:14.1e}")
-
-
-def in_turn(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each variant's median time in ms.
-
-    The variants take turns, every round in another order: a product that follows a light kernel
-    runs at a higher clock than one that follows its like (10 % seen).
-    """
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-    shuffled = random.Random(0)
-    for index in range(rounds + 1):
-        for name, run in shuffled.sample(sorted(variants.items()), len(variants)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            if index:  # the first round warms up
-                marks.setdefault(name, []).append((begin, end))
-    torch.cuda.synchronize()
-    return {
-        name: statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-        for name, pairs in marks.items()
-    }
 
 
 def products(inputs: Inputs) -> dict[str, Callable[[], Tensor]]:

@@ -190,18 +190,19 @@ def _rest_of_trace(head: bytes | None, tail: bytes) -> tuple[dict[str, Any], str
 
     Where what follows the events cannot be read, the entries before them are what is left.
     """
-    behind = tail[1:].decode("utf-8", "replace").strip()
+    text = tail.decode("utf-8", "replace")
+    behind = text[1:].strip()
     if head is None:
         return {}, behind
     before = head.decode("utf-8", "replace")
-    for end, unread in ((tail.decode("utf-8", "replace"), None), ("]}", behind)):
+    for end, unread in ((text, ""), ("]}", behind)):
         try:
             entries, length = _SLOW.raw_decode(before + end)
         except (ValueError, RecursionError):
             continue
         if isinstance(entries, dict) and length > len(before):  # not of something before the events
             entries.pop("traceEvents", None)
-            return entries, end[length - len(before) :].strip() if unread is None else unread
+            return entries, end[length - len(before) :].strip() or unread
     return {}, behind
 
 

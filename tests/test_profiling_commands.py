@@ -14,6 +14,7 @@ from profiling.writing import WriteError, replacing
 from tests.corpus import assume_lines, build
 from tests.corpus_runs import PLAIN, Case
 from tests.kineto import TraceBuilder, gpu_iteration
+from tests.programs import run_module
 
 COMMANDS = ["ls", "check", "report", "diff", "effective", "annotate"]
 GOOD, BAD = (150, 650), (1150, 1350)
@@ -287,14 +288,7 @@ def test_an_odd_name_can_be_printed(tmp_path):
 
 
 def moe_trace(*arguments, encoding="utf-8"):
-    return subprocess.run(
-        [sys.executable, "-m", "profiling", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"PYTHONIOENCODING": encoding},
-        check=False,
-    )
+    return run_module("profiling", *arguments, PYTHONIOENCODING=encoding)
 
 
 def test_a_reader_that_stops_is_no_traceback(tmp_path):

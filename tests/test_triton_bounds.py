@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.programs import run_module
 from tests.triton_cases import ON_GPU
 
 if ON_GPU:
@@ -19,15 +18,7 @@ if not sys.platform.startswith("linux"):
 
 
 def bounds(side: str, what: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[1]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.triton_bounds", side, what],
-        cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_module("tests.triton_bounds", side, what, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("side", ["end", "start"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.programs import run_module
 
 pytest.importorskip("triton")
 if not sys.platform.startswith("linux"):
@@ -15,15 +15,7 @@ if not sys.platform.startswith("linux"):
 
 
 def compiled(what: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).resolve().parents[1]
-    return subprocess.run(
-        [sys.executable, "-m", "tests.triton_compile", what],
-        cwd=root,
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_module("tests.triton_compile", what, TRITON_INTERPRET="0")
 
 
 def test_every_kernel_compiles_and_every_product_is_one_loop() -> None:

@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from tests.triton_cases import make_case  # isort: skip  (fills the interpreter's gaps first)
 
-from megamoe.backends.triton import add_sm_budget, ops, router
+from megamoe.backends.triton import add_sm_budget
+from tests.triton_launches import launch_router, launch_stages
 
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -89,32 +90,14 @@ def kernels(side: str) -> None:
 
 def _stages(tokens: int, top_k: int, experts: int, hidden: int, ffn: int) -> None:
     case = make_case(tokens, top_k, experts, hidden, ffn)
-    x, ids, weights, w1, w2, dy = (tensor.detach().clone() for tensor in case)
-    l1, row_weight, tables = ops._stage1_forward(x, ids, weights, w1)
-    y = ops._stage2_forward(l1, weights, w2, tables, 1.0)
-    d_l1, d_row_weight, act = ops._stage2_backward(dy, l1, row_weight, w2, tables, 1.0)
-    dx = ops._rows_to_tokens(d_l1, w1, tables)
-    d_weights = ops._slot_values(d_row_weight, tables[0])
-    for tokens_first, rows, out in ((True, act, dy), (False, d_l1, x)):
-        gradient = ops._weight_grad(out, rows, tables, tokens_first)
-        total = torch.empty_like(gradient)
-        for add in (False, True):
-            ops._weight_grad_out(total, out, rows, tables, tokens_first, add)
+    results, gradients = launch_stages(*(tensor.detach().clone() for tensor in case))
+    for gradient, total in gradients:
         assert torch.allclose(total, 2 * gradient, atol=1e-4)
-    assert all(bool(torch.isfinite(t).all()) for t in (y, dx, d_weights))
+    assert all(bool(torch.isfinite(t).all()) for t in results)
 
 
 def _router(tokens: int, experts: int, groups: int) -> None:
-    logits = torch.randn(tokens, experts)
-    ids, weights, sums, _ = router.route(
-        logits, 2, sigmoid=groups > 1, pre_softmax=False, groups=groups, group_topk=min(groups, 2),
-        scaling=1.0, balance=True,
-    )  # fmt: skip
-    gradient = router.route_backward(
-        torch.ones_like(weights), torch.ones_like(sums), logits, ids,
-        sigmoid=groups > 1, pre_softmax=False, scaling=1.0, balance=True,
-    )  # fmt: skip
-    assert bool(torch.isfinite(gradient).all())
+    assert bool(torch.isfinite(launch_router(tokens, experts, groups)).all())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megamoe.backends.triton import add_sm_budget, ops, router
+from megamoe.backends.triton import add_sm_budget
+from tests.triton_launches import launch_router, launch_stages
 
 PRODUCTS = ("_rows_by_weight", "_weight_grad")
 HOPPER = SimpleNamespace(
@@ -62,26 +63,10 @@ def layer() -> None:
     weights = torch.zeros(tokens, top_k)
     for reserved in (0, 1):
         remove = add_sm_budget(lambda reserved=reserved: reserved)
-        l1, row_weight, tables = ops._stage1_forward(x, ids, weights, w1)
-        ops._stage2_forward(l1, weights, w2, tables, 1.0)
-        d_l1, d_row_weight, act = ops._stage2_backward(dy, l1, row_weight, w2, tables, 1.0)
-        ops._rows_to_tokens(d_l1, w1, tables)
-        ops._slot_values(d_row_weight, tables[0])
-        for tokens_first, rows, out in ((True, act, dy), (False, d_l1, x)):
-            gradient = ops._weight_grad(out, rows, tables, tokens_first)
-            for add in (False, True):
-                ops._weight_grad_out(gradient.float(), out, rows, tables, tokens_first, add)
+        launch_stages(x, ids, weights, w1, w2, dy)
         remove()
     for groups in (1, 4):
-        logits = torch.zeros(tokens, 16)
-        chosen, topk_weights, sums, _ = router.route(
-            logits, 4, sigmoid=groups > 1, pre_softmax=False, groups=groups,
-            group_topk=min(groups, 2), scaling=1.0, balance=True,
-        )  # fmt: skip
-        router.route_backward(
-            topk_weights, sums, logits, chosen, sigmoid=groups > 1, pre_softmax=False,
-            scaling=1.0, balance=True,
-        )  # fmt: skip
+        launch_router(tokens, 16, groups)
 
 
 @triton.jit

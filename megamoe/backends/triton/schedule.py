@@ -54,6 +54,8 @@ class Grid(NamedTuple):
         """Return the programs to launch for at most ``tiles`` tiles, drawn ``most`` at a time at
         first: the resident ones, and as many of one draw as would keep the reserved SMs busy for
         the whole product."""
+        if not self.dynamic:
+            return self.resident
         share = self.reserved / (self.resident + self.reserved)
         return self.resident + math.ceil(share * self._draws(tiles, most))
 

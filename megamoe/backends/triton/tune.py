@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +17,7 @@ from megamoe.backends.triton.schedule import grid_for
 from megamoe.backends.triton.tables import build_tables
 from megamoe.backends.triton.tuning import Shape, TileConfig, cache_file, tune
 from megamoe.backends.triton.weight_gemm import weight_grad
+from megamoe.timing import in_turn
 
 __all__ = ["tune_shape"]
 
@@ -76,35 +75,17 @@ def tune_shape(
     )
 
 
-def _times(runs: Sequence[Callable[[], object]], rounds: int = 9) -> list[float]:
-    """Return the median of each in ms, infinity where the tile does not fit the device.
-
-    All are compiled first and then take turns: a chip that rested while the next was compiled runs
-    faster than one that has just measured.
-    """
-    fitting = []
+def _times(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Return the median of each in ms, infinity where the tile does not fit the device."""
+    fitting = {}
     for index, run in enumerate(runs):
         try:
-            run()
+            run()  # all are compiled before any is measured
         except triton.runtime.errors.OutOfResources:
             continue
-        fitting.append(index)
-    marks: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {i: [] for i in fitting}
-    shuffled = random.Random(0)
-    for _ in range(rounds):
-        for index in shuffled.sample(fitting, len(fitting)):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            runs[index]()
-            end.record()
-            marks[index].append((begin, end))
-    torch.cuda.synchronize()
-    return [
-        statistics.median(begin.elapsed_time(end) for begin, end in marks[index])
-        if index in marks
-        else math.inf
-        for index in range(len(runs))
-    ]
+        fitting[index] = run
+    ms = in_turn(fitting, 9)
+    return [ms.get(index, math.inf) for index in range(len(runs))]
 
 
 def main() -> None:

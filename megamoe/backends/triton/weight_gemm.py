@@ -1,7 +1,6 @@
 """The grouped product of rows and rows into a weight gradient, a persistent kernel.
 
-An operand that is already expert-major comes through a TMA descriptor; one that must be gathered by
-token comes through pointers (Hopper's TMA cannot gather), with the row map read inside the product.
+Operands come as in `gemm`; the one that is gathered has other rows in every step.
 """
 
 from __future__ import annotations
